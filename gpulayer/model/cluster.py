@@ -26,6 +26,8 @@ class Replica:
     outcome: Outcome | None = None
     """Ended for good. With an assignment still here its capacity is not released yet."""
     restart_serial: int = 0
+    last_node: NodeId | None = None
+    """Where its newest attempt was placed; still known after the release, for its logs are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 from gpulayer.model.ids import AttemptId, NodeId, ReplicaId
 
 REASON_CODES: tuple[str, ...] = (
+    "queued",
     "no_capacity",
+    "starting",
     "bad_command",
     "bad_workdir",
     "spawn_failed",

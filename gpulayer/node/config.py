@@ -1,0 +1,247 @@
+"""What `gpulayer up` is told: flags over environment over file, checked once, frozen.
+
+An unknown key is an error that names the nearest known one; nothing is started with half a configuration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gpulayer.model.errors import InvalidRequest
+from gpulayer.model.ids import checked_name
+from gpulayer.model.job import sorted_pairs
+from gpulayer.model.places import API_PORT, CONFIG_PATH, default_data_dir
+from gpulayer.model.units import MILLI, parse_count, parse_size
+
+LogFormat = Literal["auto", "json", "text"]
+LOG_FORMATS = ("auto", "json", "text")
+
+# Outside the range from which Linux takes ephemeral ports by default (32768-60999, ip(7)), so that an outgoing
+# connection never holds a port that a replica is about to be given.
+SERVICE_PORTS = (20000, 29999)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """The flags of `gpulayer up`, as typed; None where a flag was left out."""
+
+    data_dir: str | None = None
+    bind: str | None = None
+    advertise: str | None = None
+    api_port: int | None = None
+    name: str | None = None
+    config: str | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+    log_format: str | None = None
+    abandon_state: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    data_dir: Path
+    bind: str = "127.0.0.1"
+    advertise: str = "127.0.0.1"
+    api_port: int = API_PORT
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+    accelerators: tuple[Mapping[str, Any], ...] = ()
+    cpus_milli: int | None = None
+    """None: what this process may use."""
+    memory_mib: int | None = None
+    log_max_bytes: int = 10 * 2**20
+    log_keep: int = 3
+    cgroups: Literal["auto", "off"] = "auto"
+    service_ports: tuple[int, int] = SERVICE_PORTS
+    snapshot_every: int = 1000
+    """Log entries between two snapshots."""
+    disk_free_min_mib: int = 64
+    log_format: str = "auto"
+    abandon_state: bool = False
+    source: str = ""
+    """The file it was read from; empty: none."""
+    warnings: tuple[str, ...] = field(default=())
+
+
+# Key -> what it must be. A nested table is a mapping.
+_KNOWN: Mapping[str, Any] = {
+    "data_dir": str,
+    "bind": str,
+    "advertise": str,
+    "api_port": int,
+    "name": str,
+    "log_format": str,
+    "labels": dict,
+    "accelerators": list,
+    "resources": {"cpus": (int, float), "memory": str},
+    "logs": {"max_bytes": (int, str), "keep": int},
+    "supervision": {"cgroups": str, "service_ports": str},
+    "storage": {"snapshot_every": int, "free_min": str},
+}
+_ENVIRONMENT = ("data_dir", "bind", "advertise", "api_port", "name", "log_format")
+# Read elsewhere: by the client, by the tests' failpoints, or set by a replica's own supervisor.
+_OTHER_ENVIRONMENT = ("config", "url", "token", "failpoints")
+
+
+def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> Config:
+    """Merge and check. Raises InvalidRequest naming the key, the value and where it came from."""
+    path = options.config or environ.get("GPULAYER_CONFIG") or (CONFIG_PATH if os.path.exists(CONFIG_PATH) else "")
+    table = _read_file(path) if path else {}
+    warnings = list(_unknown_environment(environ))
+    merged: dict[str, Any] = {key: table[key] for key in _ENVIRONMENT if key in table}
+    for key in _ENVIRONMENT:
+        text = environ.get(f"GPULAYER_{key.upper()}")
+        if text:
+            merged[key] = text
+        flag = getattr(options, key)
+        if flag is not None:
+            merged[key] = flag
+    data_dir = merged.get("data_dir") or default_data_dir(environ, uid)
+    bind = _checked_bind(str(merged.get("bind", "127.0.0.1")))
+    advertise = _checked_address("advertise", str(merged.get("advertise", bind)))
+    log_format = str(merged.get("log_format", "auto"))
+    if log_format not in LOG_FORMATS:
+        raise InvalidRequest(f"log_format: {log_format!r} is unknown", hint="use one of " + ", ".join(LOG_FORMATS))
+    labels = {str(key): str(value) for key, value in table.get("labels", {}).items()} | dict(options.labels)
+    for key in labels:
+        if not re.fullmatch(r"[A-Za-z0-9._/-]{1,63}", key):
+            raise InvalidRequest(
+                f"label: {key!r} is not a label's name", hint="use 1 to 63 of A-Z, a-z, 0-9, . _ / and -"
+            )
+    resources, logs = table.get("resources", {}), table.get("logs", {})
+    supervision, storage = table.get("supervision", {}), table.get("storage", {})
+    cgroups = supervision.get("cgroups", "auto")
+    if cgroups not in ("auto", "off"):
+        raise InvalidRequest(f"supervision.cgroups: {cgroups!r} is unknown", hint="use auto or off")
+    return Config(
+        data_dir=Path(os.path.abspath(os.path.expanduser(data_dir))),
+        bind=bind,
+        advertise=advertise,
+        api_port=parse_count(merged.get("api_port", API_PORT), "api_port", least=0, most=65535),
+        name=checked_name(str(merged["name"])) if merged.get("name") else _host_name(),
+        labels=sorted_pairs(labels),
+        accelerators=tuple(table.get("accelerators", ())),
+        cpus_milli=_checked_cpus(resources["cpus"]) if "cpus" in resources else None,
+        memory_mib=parse_size(resources["memory"], "resources.memory") if "memory" in resources else None,
+        log_max_bytes=_checked_bytes(logs.get("max_bytes", 10 * 2**20)),
+        log_keep=parse_count(logs.get("keep", 3), "logs.keep", least=2, most=1000),
+        cgroups=cgroups,
+        service_ports=_checked_ports(supervision.get("service_ports", "20000-29999")),
+        snapshot_every=parse_count(storage.get("snapshot_every", 1000), "storage.snapshot_every", least=1),
+        disk_free_min_mib=parse_size(storage.get("free_min", "64MiB"), "storage.free_min"),
+        log_format=log_format,
+        abandon_state=options.abandon_state,
+        source=path,
+        warnings=tuple(warnings),
+    )
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot read the configuration {path}: {error.strerror}", hint="name a readable file with --config"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the configuration {path} is not TOML: {error}", hint="mend that line") from error
+    _check_keys(table, _KNOWN, path, "")
+    return table
+
+
+def _check_keys(table: Mapping[str, Any], known: Mapping[str, Any], path: str, prefix: str) -> None:
+    for key, value in table.items():
+        if key not in known:
+            raise InvalidRequest(f"{path}: unknown key {prefix + key!r}", hint=_nearest(key, known, prefix))
+        wanted = known[key]
+        if isinstance(wanted, Mapping):
+            if not isinstance(value, dict):
+                raise InvalidRequest(f"{path}: {prefix + key} is not a table", hint=f"write it as [{prefix + key}]")
+            _check_keys(value, wanted, path, f"{prefix}{key}.")
+        elif not isinstance(value, wanted) or isinstance(value, bool):
+            names = wanted if isinstance(wanted, tuple) else (wanted,)
+            expected = " or ".join(
+                {str: "text", int: "a whole number", float: "a number", dict: "a table", list: "an array of tables"}[
+                    kind
+                ]
+                for kind in names
+            )
+            raise InvalidRequest(f"{path}: {prefix + key} = {value!r} is not {expected}", hint="see docs/operating.md")
+        elif wanted is list and not all(isinstance(item, dict) for item in value):
+            raise InvalidRequest(
+                f"{path}: {prefix + key} is not an array of tables", hint=f"write each as [[{prefix + key}]]"
+            )
+
+
+def _nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return f"did you mean {prefix + near[0]}?" if near else "known keys: " + ", ".join(prefix + name for name in names)
+
+
+def _unknown_environment(environ: Mapping[str, str]) -> Iterable[str]:
+    """A misspelt variable would silently do nothing, so it is told; a replica's own variables are known."""
+    known = {f"GPULAYER_{key.upper()}" for key in (*_ENVIRONMENT, *_OTHER_ENVIRONMENT)}
+    inherited = re.compile(r"GPULAYER_(JOB_ID|JOB_NAME|REPLICA|REPLICAS|RUN_ID|NODE|SANDBOX|TEST_.*|KILLS)")
+    for name in sorted(environ):
+        if name.startswith("GPULAYER_") and name not in known and not inherited.fullmatch(name):
+            yield f"the environment variable {name} is not a setting of gpulayer: {_nearest(name, known)}"
+
+
+def _checked_bind(text: str) -> str:
+    address = _checked_address("bind", text)
+    if not ipaddress.ip_address(address).is_loopback:
+        raise InvalidRequest(
+            f"bind: {text} is not loopback, and this version has no TLS yet",
+            hint="leave --bind out; reach the API from elsewhere through an SSH tunnel to its port",
+        )
+    return address
+
+
+def _checked_address(what: str, text: str) -> str:
+    if text == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        raise InvalidRequest(f"{what}: {text!r} is not an IP address", hint="write it like 127.0.0.1") from None
+
+
+def _checked_cpus(value: float) -> int:
+    if not 0 < value <= 100_000:
+        raise InvalidRequest(
+            f"resources.cpus: {value} is not between 0 and 100000", hint="leave it out to use what there is"
+        )
+    return round(value * MILLI)
+
+
+def _checked_bytes(value: int | str) -> int:
+    number = parse_size(value, "logs.max_bytes") * 2**20 if isinstance(value, str) else value
+    # A segment must hold one whole chunk as it is read from the pipe.
+    if not 64 * 1024 <= number <= 2**40:
+        raise InvalidRequest(f"logs.max_bytes: {value} is not between 64 KiB and 1 TiB", hint='write it like "10MiB"')
+    return number
+
+
+def _checked_ports(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1024 <= low <= high <= 65535:
+        raise InvalidRequest(
+            f"supervision.service_ports: {text!r} is not a range of ports", hint='write it like "20000-29999"'
+        )
+    return low, high
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().split(".")[0].lower()).strip("-")[:63]
+    return name or "node"

@@ -1,0 +1,436 @@
+"""The composition root: which effect of which core becomes which event of which other. The only place that knows all.
+
+Start: configuration, ports, data directory and its lock, log and state, this node's admission, what its sandboxes hold,
+then serve. Stop (SIGTERM): answer nobody any more, leave the replicas running, close. A crash of any part ends the
+daemon loudly; the shims, and so the replicas, go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+
+import structlog
+import trio
+
+from gpulayer import __version__
+from gpulayer.api.app import make_app
+from gpulayer.api.facade import AuditReport
+from gpulayer.api.server import BoundSockets, bind_sockets, serve
+from gpulayer.core.agent import Agent
+from gpulayer.core.cluster.apply import Accepted
+from gpulayer.core.cluster.commands import AdmitNode, Command, CreateCluster, ReplicaEnded, ReplicaReleased
+from gpulayer.core.leader import Leader, ProposalFailed, Propose, StateAdvanced
+from gpulayer.core.replica.messages import (
+    AgentEffect,
+    AgentEvent,
+    Announce,
+    AttemptsFound,
+    Order,
+    OrdersChanged,
+    Report,
+    ReportReleased,
+)
+from gpulayer.model import ids
+from gpulayer.model.cluster import ClusterState
+from gpulayer.model.errors import GpulayerError
+from gpulayer.model.event import Event
+from gpulayer.model.ids import AttemptId, JobId, NodeId
+from gpulayer.model.node import Capabilities
+from gpulayer.model.places import SOCKET_NAME
+from gpulayer.model.replica import ReplicaStatus
+from gpulayer.model.units import Instant
+from gpulayer.node.audit import audit_host
+from gpulayer.node.config import Config, UpOptions, load_config
+from gpulayer.node.notify import ServiceNotifier
+from gpulayer.node.voter import SoleVoter, open_voter
+from gpulayer.runtime.accelerators.declared import declared_accelerators
+from gpulayer.runtime.accelerators.detect import detect_host
+from gpulayer.runtime.drive import Inbox, drive
+from gpulayer.runtime.event_store import EventStore, open_event_store
+from gpulayer.runtime.identity import DataDir, atomic_write, open_data_dir
+from gpulayer.runtime.supervisor import Supervisor
+from gpulayer.runtime.telemetry import configure_logs
+from gpulayer.runtime.watch import Watch
+
+log = structlog.get_logger()
+
+# How long the last answers may take once the daemon was told to stop; systemd waits much longer (TimeoutStopSec).
+SHUTDOWN_SECONDS = 3.0
+
+
+class Daemon:
+    """One node, running. Fulfils api.facade.NodeFacade for the handlers."""
+
+    def __init__(self, config: Config, data: DataDir, voter: SoleVoter, events: EventStore) -> None:
+        self.config = config
+        self.events = events
+        self.node_id: NodeId = data.node_id
+        self.node_name = config.name
+        self.started_at_utc = time.time()
+        self.stop_requested = trio.Event()
+        self._data = data
+        self._voter = voter
+        self._ready = False
+        self._view: Watch[int] = Watch(0)
+        self._event_seq = 0
+        self._agent = Agent(self.node_id, config.advertise)
+        self._agent_inbox: Inbox[AgentEvent] = Inbox()
+        self._leader = Leader(self.node_id)
+        self._leader_inbox: Inbox[StateAdvanced | ProposalFailed] = Inbox()
+        self._supervisor = Supervisor(
+            data_dir=data.path,
+            node_id=self.node_id,
+            node_name=config.name,
+            advertise=config.advertise,
+            emit=self._agent_inbox.put_nowait,
+            log_max_bytes=config.log_max_bytes,
+            log_keep=config.log_keep,
+            cgroups=config.cgroups,
+            base_env=os.environ,
+            ports=config.service_ports,
+        )
+        self._nursery: trio.Nursery | None = None
+
+    # --- the facade ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ClusterState:
+        return self._voter.state.value
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        found = [*self.config.warnings, *self._supervisor.warnings]
+        if self._voter.failed is not None:
+            found.append(f"voter: storage failed: {self._voter.failed.message}")
+        elif self._voter.store.disk_low:
+            found.append(f"the disk of {self._data.path} is nearly full: nothing new is accepted until there is room")
+        return tuple(found)
+
+    @property
+    def not_ready(self) -> str:
+        if self._voter.failed is not None:
+            return f"storage failed: {self._voter.failed.message}"
+        return "" if self._ready else "starting"
+
+    @property
+    def version_of_view(self) -> int:
+        return self._view.value
+
+    async def wait_for_change(self, seen: int) -> int:
+        return await self._view.wait_for(lambda version: version > seen)
+
+    def now_utc(self) -> float:
+        return time.time()
+
+    def new_job_id(self) -> JobId:
+        return ids.job_id(secrets.token_bytes(8))
+
+    def new_token(self) -> tuple[str, str, str]:
+        secret = "gpl_" + secrets.token_urlsafe(32)
+        return "t-" + secrets.token_hex(4), secret, sha256(secret.encode()).hexdigest()
+
+    def statuses(self) -> Mapping[AttemptId, ReplicaStatus]:
+        return self._agent.statuses()
+
+    def history(self, attempt: AttemptId) -> tuple[tuple[float, str], ...]:
+        now = trio.current_time()
+        return tuple((now - at, text) for at, text in self._agent.history(attempt))
+
+    def placeable(self) -> Mapping[NodeId, str]:
+        return {self.node_id: ""}
+
+    def verified_seconds_ago(self) -> float:
+        return self._supervisor.listeners_checked_seconds_ago()
+
+    async def propose(self, command: Command) -> Accepted:
+        return await self._voter.propose(command)
+
+    def sandbox(self, attempt: AttemptId) -> Path:
+        return self._supervisor.sandbox_path(attempt)
+
+    def log_dir(self, attempt: AttemptId) -> Path:
+        return self._supervisor.log_dir(attempt)
+
+    def store_stats(self) -> object:
+        return self._voter.store.stats()
+
+    async def audit(self) -> AuditReport:
+        return await audit_host(
+            data_dir=self._data.path,
+            node_id=self.node_id,
+            orders=lambda: self._orders(self.state),
+            statuses=self.statuses,
+            now_utc=self.now_utc,
+        )
+
+    async def leave(self) -> None:
+        self.stop_requested.set()
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def run(self, sockets: BoundSockets, notifier: ServiceNotifier) -> None:
+        """Until `stop_requested`. Replicas are adopted before anyone is served, so that the first answer is true."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._voter.run)
+            await self._admit()
+            await nursery.start(self._supervisor.run)
+            self._agent_inbox.put_nowait(OrdersChanged(orders=self._orders(self.state)))
+            found = await self._supervisor.find_attempts()
+            self._agent_inbox.put_nowait(AttemptsFound(found=found))
+            self._supervisor.start_events()
+            nursery.start_soon(drive, _Observed(self._agent, self._bump), self._agent_inbox, self._perform)
+            nursery.start_soon(drive, self._leader, self._leader_inbox, self._perform_leader)
+            nursery.start_soon(self._follow_state)
+            shutdown = trio.Event()
+            port = await nursery.start(self._serve, sockets, shutdown)
+            atomic_write(self._data.path / "api.json", json.dumps({"host": self.config.bind, "port": port}).encode())
+            self._ready = True
+            self._bump()
+            log.info(
+                "daemon.ready",
+                node=self.node_name,
+                api=f"{self.config.bind}:{port}",
+                data_dir=str(self._data.path),
+                adopted=sum(1 for attempt in found if attempt.shim_alive),
+                pid=os.getpid(),
+                version=__version__,
+            )
+            notifier.send("READY=1", f"STATUS=serving on {self.config.bind}:{port}")
+            if notifier.watchdog_interval_seconds is not None:
+                nursery.start_soon(_feed_watchdog, notifier)
+            await self.stop_requested.wait()
+            notifier.send("STOPPING=1")
+            log.info("daemon.stopping", replicas_left_running=len(self.state.assignments(self.node_id)))
+            shutdown.set()
+            with trio.move_on_after(SHUTDOWN_SECONDS):
+                await self._served.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _serve(self, sockets: BoundSockets, shutdown: trio.Event, *, task_status: trio.TaskStatus[int]) -> None:
+        self._served = trio.Event()
+        try:
+            await serve(
+                make_app(self, trusted=True),
+                make_app(self, trusted=False),
+                sockets,
+                shutdown=shutdown,
+                task_status=task_status,
+            )
+        finally:
+            self._served.set()
+
+    async def _admit(self) -> None:
+        """Enter the log what this node is, if that is news."""
+        if not self.state.cluster_id:
+            await self.propose(CreateCluster(cluster_id="c-" + secrets.token_hex(8)))
+        known = self.state.nodes.get(self.node_id)
+        wanted = AdmitNode(
+            node=self.node_id, name=self.node_name, advertise=self.config.advertise, capabilities=self._capabilities()
+        )
+        if known is None or (known.name, known.advertise, known.capabilities) != (
+            wanted.name,
+            wanted.advertise,
+            wanted.capabilities,
+        ):
+            await self.propose(wanted)
+
+    def _capabilities(self) -> Capabilities:
+        cpus_milli, memory_mib = detect_host()
+        return Capabilities(
+            accelerators=declared_accelerators(self.config.accelerators, node_id=self.node_id),
+            cpus_milli=self.config.cpus_milli or cpus_milli,
+            memory_mib=self.config.memory_mib or memory_mib,
+            labels=self.config.labels,
+        )
+
+    # --- routes -------------------------------------------------------------------------------------------------
+
+    def _orders(self, state: ClusterState) -> tuple[Order, ...]:
+        return tuple(
+            Order(
+                assignment=found.assignment, spec=job.spec, job_name=job.name, outcome_known=found.outcome is not None
+            )
+            for job in state.jobs.values()
+            if job.is_live
+            for found in job.replicas
+            if found.assignment is not None and found.assignment.node == self.node_id
+        )
+
+    async def _follow_state(self) -> None:
+        """A new state goes to whoever works from it: the leader's plans, the agent's orders, the readers."""
+        seen, orders = None, None
+        while True:
+            state = await self._voter.state.wait_for(lambda value, seen=seen: value is not seen)  # type: ignore[misc]
+            seen = state
+            self._leader_inbox.put_nowait(StateAdvanced(state=state))
+            now_ordered = self._orders(state)
+            if now_ordered != orders:
+                orders = now_ordered
+                self._agent_inbox.put_nowait(OrdersChanged(orders=orders))
+            self._bump()
+
+    def _bump(self) -> None:
+        self._view.set(self._view.value + 1)
+
+    def _perform(self, effect: AgentEffect) -> None:
+        attempt, done = effect.attempt, effect.effect
+        match done:
+            case Report(outcome=outcome, released=released):
+                self._commit_report(
+                    ReplicaEnded(
+                        job=attempt.replica.job,
+                        replica=attempt.replica.index,
+                        attempt=attempt.attempt,
+                        outcome=outcome,
+                        released=released,
+                    )
+                )
+            case ReportReleased():
+                self._commit_report(
+                    ReplicaReleased(job=attempt.replica.job, replica=attempt.replica.index, attempt=attempt.attempt)
+                )
+            case Announce():
+                self._announce(attempt, done)
+            case _:
+                self._supervisor.perform(effect)
+
+    def _announce(self, attempt: AttemptId, said: Announce) -> None:
+        self._event_seq += 1
+        self.events.add(
+            [
+                Event(
+                    source=self.node_id,
+                    epoch=self._data.epoch,
+                    seq=self._event_seq,
+                    at_utc=time.time(),
+                    kind=said.kind,
+                    job=attempt.replica.job,
+                    replica=attempt.replica.index,
+                    node=self.node_name,
+                    text=said.text,
+                    data=(*said.data, ("attempt", str(attempt.attempt))),
+                )
+            ]
+        )
+        log.info(
+            said.kind, job=attempt.replica.job, replica=attempt.replica.index, attempt=attempt.attempt, text=said.text
+        )
+
+    def _commit_report(self, command: ReplicaEnded | ReplicaReleased) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(self._report, command)
+
+    async def _report(self, command: ReplicaEnded | ReplicaReleased) -> None:
+        try:
+            await self.propose(command)
+        except GpulayerError as error:
+            # The agent sends it again while the log does not show it.
+            log.warning("report.not_committed", job=command.job, replica=command.replica, reason=error.message)
+
+    def _perform_leader(self, effect: Propose) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(self._propose_for_leader, effect)
+
+    async def _propose_for_leader(self, effect: Propose) -> None:
+        try:
+            await self.propose(effect.command)
+        except GpulayerError as error:
+            log.warning("plan.not_committed", reason=error.message)
+            self._leader_inbox.put_nowait(ProposalFailed(command=effect.command))
+
+
+class _Observed:
+    """The agent, with a word to the readers after each step: what it has heard may have changed a status."""
+
+    def __init__(self, agent: Agent, stepped: Callable[[], None]) -> None:
+        self._agent = agent
+        self._stepped = stepped
+
+    @property
+    def deadline(self) -> Instant:
+        return self._agent.deadline
+
+    def step(self, event: AgentEvent, now: Instant) -> list[AgentEffect]:
+        effects = self._agent.step(event, now)
+        self._stepped()
+        return effects
+
+
+async def _feed_watchdog(notifier: ServiceNotifier) -> None:
+    """Said from the event loop that does everything else: a daemon whose loop hangs is restarted, its replicas stay."""
+    assert notifier.watchdog_interval_seconds is not None
+    while True:
+        notifier.send("WATCHDOG=1")
+        await trio.sleep(notifier.watchdog_interval_seconds)
+
+
+def run(options: UpOptions) -> int:
+    """`gpulayer up`: returns the exit code, or raises a GpulayerError that says why it could not start."""
+    config = load_config(options, os.environ, uid=os.getuid())
+    configure_logs(config.log_format)
+    _raise_open_files_limit()
+    notifier = ServiceNotifier(os.environ)
+    return trio.run(_main, config, notifier)
+
+
+async def _main(config: Config, notifier: ServiceNotifier) -> int:
+    # What can be refused without touching anything comes first: no half start (T50).
+    declared_accelerators(config.accelerators, node_id=NodeId("n-0"))
+    with (
+        open_data_dir(config.data_dir, abandon_state=config.abandon_state) as data,
+        bind_sockets(unix_path=data.path / SOCKET_NAME, host=config.bind, port=config.api_port) as sockets,
+    ):
+        return await _start(config, data, sockets, notifier)
+
+
+async def _start(config: Config, data: DataDir, sockets: BoundSockets, notifier: ServiceNotifier) -> int:
+    events = await open_event_store(data.path / "events.db")
+    try:
+        voter = await open_voter(
+            data.path / "log.db",
+            node_id=data.node_id,
+            now_utc=time.time,
+            snapshot_every=config.snapshot_every,
+            disk_free_min_mib=config.disk_free_min_mib,
+            before_snapshot=events.flush,
+            on_events=events.add,
+        )
+        try:
+            daemon = Daemon(config, data, voter, events)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_stop_on_signal, daemon)
+                await daemon.run(sockets, notifier)
+                nursery.cancel_scope.cancel()
+        finally:
+            await _closed(voter.store.close)
+    finally:
+        await _closed(events.close)
+    log.info("daemon.stopped")
+    return 0
+
+
+async def _closed(close: Callable[[], Awaitable[None]]) -> None:
+    with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_SECONDS):
+        await close()
+
+
+async def _stop_on_signal(daemon: Daemon) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        async for _ in received:
+            daemon.stop_requested.set()
+
+
+def _raise_open_files_limit() -> None:
+    """Three descriptors a replica; the runs get the original limits back (shim/launch.py)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,237 @@
+"""The agreed state of a cluster of one voter: propose, make durable, apply, publish; and the way back after a crash.
+
+Nothing is seen by anyone before it is durable. Every command goes through the log as it would with more voters; what
+is different is only that a majority of one needs nobody's answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import trio
+
+from gpulayer.core.cluster.apply import Accepted, Rejected, apply, check
+from gpulayer.core.cluster.commands import Command, LogEntry
+from gpulayer.model.cluster import ClusterState
+from gpulayer.model.errors import BY_CODE, GpulayerError, InvalidRequest, NotFound, Refused, StorageFailed
+from gpulayer.model.event import Event
+from gpulayer.model.ids import NodeId
+from gpulayer.runtime.failpoints import failpoint
+from gpulayer.runtime.log_store import Entry, HardState, LogStore, open_store
+from gpulayer.runtime.watch import Watch
+from gpulayer.wire.codec import DecodeError, decode, digest, encode
+
+log = structlog.get_logger()
+
+# Entries of one transaction (consensus.md §1): what is queued while the last one was written goes together.
+BATCH_ENTRIES_MAX = 256
+# Proposals that wait to be written. The HTTP server lets fewer requests in; more than this is a loop gone wild.
+QUEUE_MAX = 10_000
+# Entries kept behind a snapshot: nobody else needs them yet, people who explain a decision do.
+TRAILING_ENTRIES = 2_000
+
+
+@dataclass(slots=True, eq=False)
+class _Proposal:
+    command: Command
+    done: trio.Event = field(default_factory=trio.Event)
+    answer: Accepted | GpulayerError | None = None
+
+    def resolve(self, answer: Accepted | GpulayerError) -> None:
+        self.answer = answer
+        self.done.set()
+
+
+class SoleVoter:
+    """Owns the log and the state. `state` may be read by anyone at any time."""
+
+    def __init__(
+        self,
+        store: LogStore,
+        state: ClusterState,
+        term: int,
+        *,
+        now_utc: Callable[[], float],
+        snapshot_every: int,
+        on_events: Callable[[tuple[Event, ...]], None],
+        before_snapshot: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.state: Watch[ClusterState] = Watch(state)
+        self.failed: StorageFailed | None = None
+        self._store = store
+        self._term = term
+        self._now_utc = now_utc
+        self._snapshot_every = snapshot_every
+        self._snapshot_index = 0
+        self._on_events = on_events
+        self._before_snapshot = before_snapshot
+        self._queue: deque[_Proposal] = deque()
+        self._wakeup = trio.Event()
+
+    @property
+    def term(self) -> int:
+        return self._term
+
+    @property
+    def store(self) -> LogStore:
+        return self._store
+
+    async def propose(self, command: Command) -> Accepted:
+        """Commit a command. Returns once it is durable and applied.
+
+        Raises what a Rejected says (nothing was written), or StorageFailed (it is not known to have happened).
+        """
+        if self.failed is not None:
+            raise _again(self.failed)
+        if len(self._queue) >= QUEUE_MAX:
+            raise StorageFailed(
+                f"{QUEUE_MAX} commands wait for the disk already", hint="try again when it has caught up"
+            )
+        proposal = _Proposal(command)
+        self._queue.append(proposal)
+        self._wakeup.set()
+        # A caller that is cancelled loses the answer, not the commit: the writer owns the proposal now.
+        await proposal.done.wait()
+        answer = proposal.answer
+        if isinstance(answer, Accepted):
+            return answer
+        assert isinstance(answer, GpulayerError)
+        raise answer
+
+    async def run(self) -> None:
+        """Write what is queued, batch after batch, for good. After a storage failure every proposal is refused."""
+        while True:
+            if not self._queue:
+                self._wakeup = trio.Event()
+                await self._wakeup.wait()
+            batch = [self._queue.popleft() for _ in range(min(BATCH_ENTRIES_MAX, len(self._queue)))]
+            try:
+                await self._commit(batch)
+            except StorageFailed as error:
+                if error.code != "disk_full":
+                    self.failed = error
+                    log.error("voter.storage_failed", reason=error.message, hint=error.hint)
+                for proposal in batch:
+                    if not proposal.done.is_set():
+                        proposal.resolve(_again(error))
+
+    async def _commit(self, batch: list[_Proposal]) -> None:
+        if self.failed is not None:
+            raise _again(self.failed)
+        state, entries, answers = self.state.value, [], []
+        events: list[Event] = []
+        stamp = max(state.time_utc, self._now_utc())
+        for proposal in batch:
+            entry = LogEntry(index=state.index + 1, term=self._term, at_utc=stamp, command=proposal.command)
+            # On a value of our own that nobody sees until it is durable; so a command that makes no sense is refused
+            # without a place in the log.
+            applied = apply(state, entry)
+            if isinstance(applied.result, Rejected):
+                proposal.resolve(error_of(applied.result))
+                continue
+            if applied.result.replayed:
+                proposal.resolve(applied.result)
+                continue
+            state = applied.state
+            events.extend(applied.events)
+            entries.append(Entry(index=entry.index, term=entry.term, kind="command", payload=encode(entry)))
+            answers.append((proposal, applied.result))
+        if not entries:
+            return
+        # Cancellation must not leave it open whether the write that was begun is in the state (bounded by the disk;
+        # a hung one is seen by the watchdog of the process).
+        with trio.CancelScope(shield=True):
+            await self._store.append(entries)
+        failpoint("voter.after_append")
+        self.state.set(state)
+        self._on_events(tuple(events))
+        for proposal, accepted in answers:
+            proposal.resolve(accepted)
+        if state.index - self._snapshot_index >= self._snapshot_every:
+            await self.snapshot()
+
+    async def snapshot(self) -> None:
+        """Write the whole state and drop old entries. Only the task of `run` may call it while that runs."""
+        state = self.state.value
+        if state.index == self._snapshot_index:
+            return
+        with trio.CancelScope(shield=True):
+            # Events of entries that the snapshot replaces could not be derived again.
+            await self._before_snapshot()
+            await self._store.save_snapshot(state.index, state.term, encode(state), keep_entries=TRAILING_ENTRIES)
+        self._snapshot_index = state.index
+        log.info("voter.snapshot", index=state.index, jobs=len(state.jobs))
+
+
+async def open_voter(
+    path: Path,
+    *,
+    node_id: NodeId,
+    now_utc: Callable[[], float],
+    snapshot_every: int,
+    disk_free_min_mib: int,
+    before_snapshot: Callable[[], Awaitable[None]],
+    on_events: Callable[[tuple[Event, ...]], None],
+) -> SoleVoter:
+    """Read the disk, replay, raise the term (a start of the only voter is an election it wins), and be ready to run.
+
+    `on_events` gets the events of every replayed entry again, under the numbers they had: who keeps them knows which
+    it has; `before_snapshot` has to make them durable. Raises StorageFailed for whatever the disk holds that is not a
+    log of this node.
+    """
+    store, recovered = await open_store(path, node_id=node_id, disk_free_min_bytes=disk_free_min_mib * 2**20)
+    state, snapshot_index = ClusterState(), 0
+    if recovered.snapshot is not None:
+        snapshot_index, _, blob = recovered.snapshot
+        try:
+            state = decode(ClusterState, blob)
+        except DecodeError as error:
+            raise _unreadable(path, f"snapshot at index {snapshot_index}", error) from error
+    for stored in recovered.entries:
+        try:
+            entry = decode(LogEntry, stored.payload)
+        except DecodeError as error:
+            raise _unreadable(path, f"entry {stored.index}", error) from error
+        if entry.index <= state.index:
+            continue  # Kept behind the snapshot, for people.
+        applied = apply(state, entry)
+        state = applied.state
+        on_events(applied.events)
+    check(state)
+    hard = recovered.hard_state
+    term = (hard.term if hard is not None else 0) + 1
+    await store.append([], hard_state=HardState(cluster_id=state.cluster_id, term=term, voted_for=node_id))
+    log.info("voter.recovered", index=state.index, term=term, snapshot=snapshot_index, digest=digest(state)[:16])
+    voter = SoleVoter(
+        store,
+        state,
+        term,
+        now_utc=now_utc,
+        snapshot_every=snapshot_every,
+        on_events=on_events,
+        before_snapshot=before_snapshot,
+    )
+    voter._snapshot_index = snapshot_index
+    return voter
+
+
+def error_of(rejected: Rejected) -> GpulayerError:
+    kinds = {"not_found": NotFound, "invalid_request": InvalidRequest}
+    kind = kinds.get(rejected.code, BY_CODE.get(rejected.code, Refused))
+    return kind(rejected.message, hint=rejected.hint, code=rejected.code)
+
+
+def _again(error: StorageFailed) -> StorageFailed:
+    """A new exception with the same words, because one raised twice collects both callers' tracebacks."""
+    return StorageFailed(error.message, hint=error.hint, code=error.code)
+
+
+def _unreadable(path: Path, what: str, error: Exception) -> StorageFailed:
+    return StorageFailed(
+        f"{path}: {what} cannot be read: {error}",
+        hint="it was written by another version of gpulayer, or damaged; start that version, or restore a backup",
+    )
