@@ -1,5 +1,11 @@
 """gpulayer: the hosts you have become one machine.
 
+    import gpulayer as gl
+
+    client = gl.connect()
+    job = client.submit(gl.service(["python", "serve.py"], replicas=2))
+    print(job.endpoints(wait=120))
+
 Public names only. They are imported at first use, so that `import gpulayer` and the command line stay fast.
 """
 
@@ -7,16 +13,63 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+# typing.TYPE_CHECKING without the import of typing: type checkers know the name.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpulayer.client.requests import JobRequest, Retry, batch, service
+    from gpulayer.client.sync import Client, Job, LogLine, connect
+    from gpulayer.model.errors import (
+        GpulayerError,
+        InvalidRequest,
+        JobEnded,
+        NotFound,
+        PermissionDenied,
+        Refused,
+        StorageFailed,
+        Unreachable,
+        WaitTimeout,
+    )
+
 _PUBLIC = {
+    "Client": "gpulayer.client.sync",
+    "GpulayerError": "gpulayer.model.errors",
+    "InvalidRequest": "gpulayer.model.errors",
+    "Job": "gpulayer.client.sync",
+    "JobEnded": "gpulayer.model.errors",
+    "JobRequest": "gpulayer.client.requests",
+    "LogLine": "gpulayer.client.sync",
+    "NotFound": "gpulayer.model.errors",
+    "PermissionDenied": "gpulayer.model.errors",
+    "Refused": "gpulayer.model.errors",
+    "Retry": "gpulayer.client.requests",
+    "StorageFailed": "gpulayer.model.errors",
+    "Unreachable": "gpulayer.model.errors",
+    "WaitTimeout": "gpulayer.model.errors",
+    "batch": "gpulayer.client.requests",
     "connect": "gpulayer.client.sync",
     "service": "gpulayer.client.requests",
-    "batch": "gpulayer.client.requests",
-    "Retry": "gpulayer.client.requests",
-    "GpulayerError": "gpulayer.model.errors",
-    "WaitTimeout": "gpulayer.model.errors",
 }
 
-__all__ = ["GpulayerError", "Retry", "WaitTimeout", "__version__", "batch", "connect", "service"]
+__all__ = [
+    "Client",
+    "GpulayerError",
+    "InvalidRequest",
+    "Job",
+    "JobEnded",
+    "JobRequest",
+    "LogLine",
+    "NotFound",
+    "PermissionDenied",
+    "Refused",
+    "Retry",
+    "StorageFailed",
+    "Unreachable",
+    "WaitTimeout",
+    "__version__",
+    "batch",
+    "connect",
+    "service",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -26,3 +79,7 @@ def __getattr__(name: str) -> object:
     import importlib
 
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

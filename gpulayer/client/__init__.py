@@ -1,0 +1,1 @@
+"""The Python client. `import gpulayer` offers its public names."""

@@ -81,6 +81,8 @@ class ClusterState:
     jobs: Mapping[JobId, Job] = field(default_factory=dict)
     tokens: Mapping[TokenId, Token] = field(default_factory=dict)
     answers: Mapping[str, KeyedAnswer] = field(default_factory=dict)
+    planned_at: int = 0
+    """`based_on` of the newest plan that was applied: how a leader knows that its plan is through."""
 
     def live_job_named(self, name: str) -> Job | None:
         return next((job for job in self.jobs.values() if job.is_live and job.name == name), None)

@@ -19,7 +19,7 @@ from gpulayer.core.replica.messages import Order
 from gpulayer.model.ids import AttemptId, NodeId
 from gpulayer.model.replica import ReplicaStatus
 from gpulayer.runtime.listeners import accepting, inodes_of, listening
-from gpulayer.runtime.sandboxes import parse_attempt
+from gpulayer.runtime.sandboxes import attempt_id
 from gpulayer.shim import notes, tree
 from gpulayer.shim.tree import ProcessStat
 
@@ -162,7 +162,7 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
     except FileNotFoundError:
         names = []
     for name in names:
-        attempt = parse_attempt(name)
+        attempt = attempt_id(name)
         if attempt is None:
             continue
         shim = _living_shim(root / name, processes)
@@ -178,7 +178,7 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
         found[attempt] = sandbox
     prefix = SANDBOX_VARIABLE + os.fsencode(root) + b"/"
     for pid, stat in processes.items():
-        owner = parse_attempt(_sandbox_name(pid, prefix))
+        owner = attempt_id(_sandbox_name(pid, prefix))
         if owner is not None:
             found.setdefault(owner, _Sandbox(attempt=owner, shim=None)).marked[pid] = stat
     return found
@@ -186,7 +186,8 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
 
 def _living_shim(directory: Path, processes: Mapping[int, ProcessStat]) -> ProcessStat | None:
     told = _json(directory / "shim.json")
-    stat = processes.get(told.get("pid", -1))
+    pid = told.get("pid")
+    stat = processes.get(pid) if isinstance(pid, int) else None
     return stat if stat is not None and stat.start_time == told.get("start_time") and not stat.is_zombie else None
 
 

@@ -69,7 +69,9 @@ SHUTDOWN_SECONDS = 3.0
 class Daemon:
     """One node, running. Fulfils api.facade.NodeFacade for the handlers."""
 
-    def __init__(self, config: Config, data: DataDir, voter: SoleVoter, events: EventStore) -> None:
+    def __init__(
+        self, config: Config, data: DataDir, voter: SoleVoter, events: EventStore, nofile: tuple[int, int]
+    ) -> None:
         self.config = config
         self.events = events
         self.node_id: NodeId = data.node_id
@@ -96,6 +98,8 @@ class Daemon:
             cgroups=config.cgroups,
             base_env=os.environ,
             ports=config.service_ports,
+            nofile=nofile,
+            wanted=lambda: {order.assignment.id for order in self._orders(self.state)},
         )
         self._nursery: trio.Nursery | None = None
 
@@ -244,11 +248,11 @@ class Daemon:
             await self.propose(wanted)
 
     def _capabilities(self) -> Capabilities:
-        cpus_milli, memory_mib = detect_host()
+        host = detect_host()
         return Capabilities(
             accelerators=declared_accelerators(self.config.accelerators, node_id=self.node_id),
-            cpus_milli=self.config.cpus_milli or cpus_milli,
-            memory_mib=self.config.memory_mib or memory_mib,
+            cpus_milli=self.config.cpus_milli or host.cpus_milli,
+            memory_mib=self.config.memory_mib or host.memory_mib,
             labels=self.config.labels,
         )
 
@@ -377,7 +381,6 @@ def run(options: UpOptions) -> int:
     """`gpulayer up`: returns the exit code, or raises a GpulayerError that says why it could not start."""
     config = load_config(options, os.environ, uid=os.getuid())
     configure_logs(config.log_format)
-    _raise_open_files_limit()
     notifier = ServiceNotifier(os.environ)
     return trio.run(_main, config, notifier)
 
@@ -405,7 +408,7 @@ async def _start(config: Config, data: DataDir, sockets: BoundSockets, notifier:
             on_events=events.add,
         )
         try:
-            daemon = Daemon(config, data, voter, events)
+            daemon = Daemon(config, data, voter, events, _raise_open_files_limit())
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_stop_on_signal, daemon)
                 await daemon.run(sockets, notifier)
@@ -429,8 +432,9 @@ async def _stop_on_signal(daemon: Daemon) -> None:
             daemon.stop_requested.set()
 
 
-def _raise_open_files_limit() -> None:
-    """Three descriptors a replica; the runs get the original limits back (shim/launch.py)."""
+def _raise_open_files_limit() -> tuple[int, int]:
+    """Three descriptors a replica. Returns the limits there were, which the runs get back."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard

@@ -1,6 +1,7 @@
 """What the life cycle of a replica hears (events) and wants done (effects), for one attempt.
 
-The agent routes events to the attempt they are about and hands effects on with the attempt's id; runtime/supervisor.py does them.
+The agent routes events to the attempt they are about and hands effects on with the attempt's id;
+runtime/supervisor.py does them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from gpulayer.core.base import Tick as Tick
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import Assignment, Exit, Outcome, Reason
@@ -93,11 +95,6 @@ class RestartRequested:
     """A person wants a new run: `serial` is the assignment's restart_serial."""
 
     serial: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """The deadline has passed."""
 
 
 ReplicaEvent: TypeAlias = (
@@ -219,6 +216,8 @@ class Order:
     assignment: Assignment
     spec: JobSpec
     job_name: str
+    outcome_known: bool = False
+    """The log has its outcome already; what is owed is only the release, and nothing of it is ever started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

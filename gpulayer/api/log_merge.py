@@ -1,0 +1,196 @@
+"""The logs of several replicas as one: in order of time, each line with the offset from which to go on after it.
+
+Only files and no waiting; logs.py calls it in a worker thread, because a disk may hang and the daemon must not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from gpulayer.model.errors import InvalidRequest
+from gpulayer.runtime.replica_logs import Cursor, LogLine, LogReader, tail_cursor
+from gpulayer.wire.http import Json, shown
+
+# Each followed replica costs a descriptor and a place in every offset.
+REPLICAS_MAX = 100
+BATCH_LINES = 1000
+BATCH_CHARS = 256 * 1024
+_PLACE = re.compile(r"(\d{1,5})\.(\d{1,6})\.(\d{1,10}\.\d{1,15}\.\d{1,15})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far one replica's log was read."""
+
+    attempt: int
+    cursor: Cursor
+
+
+def format_offset(places: dict[int, Place]) -> str:
+    return "_".join(f"{replica}.{place.attempt}.{place.cursor}" for replica, place in sorted(places.items()))
+
+
+def parse_offset(text: str) -> dict[int, Place]:
+    """InvalidRequest for anything that format_offset did not make."""
+    places: dict[int, Place] = {}
+    if not text:
+        return places
+    parts = text.split("_")
+    for part in parts if len(parts) <= REPLICAS_MAX else ():
+        match = _PLACE.fullmatch(part)
+        if match is None:
+            break
+        places[int(match[1])] = Place(int(match[2]), Cursor.parse(match[3]))
+    if len(places) != len(parts):
+        raise InvalidRequest(
+            f"after: {shown(text)} is no offset of a log", hint="give the offset of a line as it was sent"
+        )
+    return places
+
+
+@dataclass(slots=True, kw_only=True)
+class Wanted:
+    """What is asked of one replica."""
+
+    replica: int
+    attempt: int
+    directory: Path
+    run: int | None = None
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One attempt's log on its way; `head` is its next line that was not given yet."""
+
+    wanted: Wanted
+    reader: LogReader
+    before: Cursor
+    """After the last line that was given."""
+    head: LogLine | None = None
+    after_head: Cursor | None = None
+    at_utc: float = 0.0
+    """Of its newest line; never goes back, so that a stepped clock reorders nothing within a replica."""
+    seen: tuple[int, int] = (0, -1)
+    """Newest segment and its size, when it was last read to the end."""
+
+    def peek(self) -> bool:
+        """Is there a next line?"""
+        if self.head is None:
+            found = self.reader.read_available(1)
+            if found:
+                self.head, self.after_head = found[0], self.reader.cursor
+                self.at_utc = max(self.at_utc, self.head.at_utc)
+        return self.head is not None
+
+
+class Merge:
+    """Reads on where it stands at each call of batch()."""
+
+    def __init__(self, *, since_utc: float | None, places: dict[int, Place]) -> None:
+        self._since_utc = since_utc
+        self._places = dict(places)
+        self._reading: dict[int, _Reading] = {}
+        # A thread that a disk holds is left behind; whoever has this lock may still use the files.
+        self._in_use = Lock()
+
+    @property
+    def attempts(self) -> dict[int, int]:
+        return {replica: reading.wanted.attempt for replica, reading in self._reading.items()}
+
+    def add(self, wanted: Wanted, *, tail: int | None = None) -> None:
+        """From its beginning; or from where the offset says; or from its last `tail` lines (or a few more)."""
+        with self._in_use:
+            self._add(wanted, tail)
+
+    def _add(self, wanted: Wanted, tail: int | None) -> None:
+        self._drop(wanted.replica)
+        place = self._places.get(wanted.replica)
+        cursor = place.cursor if place is not None and place.attempt == wanted.attempt else None
+        if cursor is None and tail is not None:
+            cursor = tail_cursor(wanted.directory, tail, wanted.run)
+        reader = LogReader(wanted.directory, since_utc=self._since_utc, run=wanted.run, cursor=cursor)
+        self._reading[wanted.replica] = _Reading(wanted, reader, cursor or Cursor(0, 0, 0))
+
+    def _drop(self, replica: int) -> None:
+        reading = self._reading.pop(replica, None)
+        if reading is not None:
+            reading.reader.close()
+
+    def close(self) -> None:
+        if self._in_use.acquire(blocking=False):
+            for replica in list(self._reading):
+                self._drop(replica)
+
+    def has_news(self) -> bool:
+        """Looks only at sizes: cheap enough to ask ten times a second."""
+        return any(
+            reading.head is not None or _size(reading.wanted.directory) != reading.seen for reading in self._readings
+        )
+
+    @property
+    def _readings(self) -> Iterable[_Reading]:
+        return self._reading.values()
+
+    def batch(self) -> list[Json]:
+        """The next lines of all, by time; [] when there are none now."""
+        with self._in_use:
+            return self._batch()
+
+    def _batch(self) -> list[Json]:
+        lines: list[Json] = []
+        chars = 0
+        sizes = {reading.wanted.replica: _size(reading.wanted.directory) for reading in self._readings}
+        while len(lines) < BATCH_LINES and chars < BATCH_CHARS:
+            ready = [reading for reading in self._readings if reading.peek()]
+            if not ready:
+                # The sizes from before the reading: what came meanwhile is news next time.
+                for reading in self._readings:
+                    reading.seen = sizes[reading.wanted.replica]
+                break
+            first = min(ready, key=lambda reading: (reading.at_utc, reading.wanted.replica))
+            assert first.head is not None
+            assert first.after_head is not None
+            line, first.head, first.before = first.head, None, first.after_head
+            lines.append(self._document(first, line))
+            chars += len(line.text) + 100
+        return lines
+
+    def rest(self) -> list[Json]:
+        """The beginnings of lines that will not be ended any more, or not while anyone waits."""
+        with self._in_use:
+            return [
+                self._document(reading, line)
+                for reading in sorted(self._readings, key=lambda reading: reading.wanted.replica)
+                for line in reading.reader.unfinished()
+            ]
+
+    def _document(self, reading: _Reading, line: LogLine) -> Json:
+        wanted = reading.wanted
+        self._places[wanted.replica] = Place(wanted.attempt, reading.before)
+        return {
+            "at_utc": line.at_utc or reading.at_utc,
+            "replica": wanted.replica,
+            "attempt": wanted.attempt,
+            "run": line.run,
+            "stream": line.stream,
+            "kind": line.kind,
+            "text": line.text,
+            "offset": format_offset(self._places),
+        }
+
+
+def _size(directory: Path) -> tuple[int, int]:
+    """(number of the newest segment, its size); (0, 0) while there is none."""
+    newest, size = 0, 0
+    try:
+        names = [path.name for path in directory.iterdir() if path.suffix == ".log" and path.stem.isdigit()]
+        if names:
+            name = max(names)
+            newest, size = int(name[:-4]), (directory / name).stat().st_size
+    except OSError:
+        pass  # not there yet, or rotated away in between: looked at again soon
+    return newest, size

@@ -1,0 +1,231 @@
+"""GET /v1/jobs/JOB/logs: what the replicas wrote, merged by time, and followed while the job lives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gpulayer.api.facade import NodeFacade
+from gpulayer.api.log_merge import REPLICAS_MAX, Merge, Place, Wanted, parse_offset
+from gpulayer.api.query import Query
+from gpulayer.api.requests import node_of
+from gpulayer.api.streams import KEEPALIVE, KEEPALIVE_SECONDS, Item, Stream
+from gpulayer.core.cluster.resolve import resolve_job_or_replica
+from gpulayer.model.cluster import Job
+from gpulayer.model.errors import InvalidRequest, NotFound
+from gpulayer.model.ids import AttemptId, JobId, ReplicaId
+from gpulayer.runtime.replica_logs import LogReader
+from gpulayer.wire.http import Json
+
+# How often the files are looked at: soon after a line, less often the longer it is quiet.
+POLL_SECONDS_LEAST, POLL_SECONDS_MOST = 0.1, 0.5
+# The view of a busy node changes hundreds of times a second; the files are not looked at that often.
+PAUSE_SECONDS = 0.02
+TAIL_MAX = 1_000_000
+
+T = TypeVar("T")
+
+# Readers share few threads, so that a disk that hangs takes these and no others.
+_threads = trio.CapacityLimiter(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    job: JobId
+    replicas: tuple[int, ...]
+    previous: bool
+    run: int | None
+    since_utc: float | None
+    tail: int | None
+    follow: bool
+    after: dict[int, Place]
+
+
+async def logs(request: Request) -> Response:
+    node = node_of(request)
+    query = Query(request, ("replica", "previous", "run", "since", "tail", "follow", "after"))
+    job, index = resolve_job_or_replica(node.state, request.path_params["job"])
+    asked = _asked(request, query, job, index)
+    chosen = await trio.to_thread.run_sync(partial(_first_wanted, node, job, asked), limiter=_threads)
+    return Stream(request, _lines(node, asked, chosen))
+
+
+def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Asked:
+    named = query.count("replica", most=len(job.replicas) - 1)
+    if named is not None and index is not None and named != index:
+        raise InvalidRequest(f"replica: {named} and {job.name}.{index} name two replicas", hint="leave out one of them")
+    chosen = named if named is not None else index
+    replicas = tuple(range(len(job.replicas))) if chosen is None else (chosen,)
+    if len(replicas) > REPLICAS_MAX:
+        raise InvalidRequest(
+            f"{job.name} has {len(replicas)} replicas, logs of at most {REPLICAS_MAX} are merged", hint="add replica=0"
+        )
+    previous, run = query.flag("previous"), query.count("run", least=1, most=2**31)
+    if previous and run is not None:
+        raise InvalidRequest("previous and run exclude each other", hint="leave out one of them")
+    # A browser's EventSource reconnects with the id of what it has seen.
+    after = query.text("after") or request.headers.get("last-event-id") or ""
+    return _Asked(
+        job=job.id,
+        replicas=replicas,
+        previous=previous,
+        run=run,
+        since_utc=query.number("since"),
+        tail=query.count("tail", most=TAIL_MAX),
+        # A run that is over has no more to say.
+        follow=query.flag("follow") and not previous,
+        after=parse_offset(after),
+    )
+
+
+def _first_wanted(node: NodeFacade, job: Job, asked: _Asked) -> list[Wanted]:
+    """Where to begin, per replica that has been placed yet. Reads files: called in a thread."""
+    wanted = []
+    for index in asked.replicas:
+        newest = job.replicas[index].attempts
+        if newest == 0:
+            continue
+        if asked.previous:
+            found = _previous_run(node, job.id, index, newest)
+        elif asked.run is not None or asked.tail is not None:
+            found = _wanted(node, job.id, index, newest, asked.run)
+        else:
+            found = _wanted(node, job.id, index, _oldest_kept(node, job.id, index, newest), None)
+        place = asked.after.get(index)
+        if place is not None and found is not None and found.attempt < place.attempt <= newest:
+            found = _wanted(node, job.id, index, place.attempt, asked.run)
+        if found is not None:
+            wanted.append(found)
+    if asked.previous and not wanted:
+        raise NotFound(f"{job.name} has no earlier run", hint="leave out --previous to see the present one")
+    return wanted
+
+
+def _wanted(node: NodeFacade, job: JobId, index: int, attempt: int, run: int | None) -> Wanted:
+    directory = node.log_dir(AttemptId(ReplicaId(job, index), attempt))
+    return Wanted(replica=index, attempt=attempt, directory=directory, run=run)
+
+
+def _oldest_kept(node: NodeFacade, job: JobId, index: int, newest: int) -> int:
+    # Further back than a replica is re-placed by default, nothing is kept.
+    for attempt in range(max(1, newest - 20), newest):
+        if node.log_dir(AttemptId(ReplicaId(job, index), attempt)).is_dir():
+            return attempt
+    return newest
+
+
+def _previous_run(node: NodeFacade, job: JobId, index: int, newest: int) -> Wanted | None:
+    """The run before the present one; where that is the first of its attempt, the last one of the attempt before."""
+    present = _last_run(node, job, index, newest)
+    if present > 1:
+        return _wanted(node, job, index, newest, present - 1)
+    before = _last_run(node, job, index, newest - 1) if newest > 1 else 0
+    return _wanted(node, job, index, newest - 1, before) if before else None
+
+
+def _last_run(node: NodeFacade, job: JobId, index: int, attempt: int) -> int:
+    attempt_id = AttemptId(ReplicaId(job, index), attempt)
+    status = node.statuses().get(attempt_id)
+    if status is not None and status.run:
+        return status.run
+    last = 0
+    with LogReader(node.log_dir(attempt_id)) as reader:
+        while lines := reader.read_available():
+            last = max(last, *(line.run for line in lines))
+    return last
+
+
+async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncIterator[Sequence[Item]]:
+    merge = Merge(since_utc=asked.since_utc, places=asked.after)
+    try:
+        tail = None if asked.after else asked.tail
+        for wanted in first:
+            await _in_thread(partial(merge.add, wanted, tail=tail))
+        if tail is not None and (kept := await _tail(merge, tail, is_all=not asked.follow)):
+            yield _items(kept)
+        if tail is not None and not asked.follow:
+            return
+        interval, quiet_since = POLL_SECONDS_LEAST, trio.current_time()
+        while True:
+            version = node.version_of_view
+            # Asked before the files are read: what a job wrote before it ended is there when it has ended.
+            is_last = not asked.follow or _is_over(node, asked)
+            if is_last or merge.has_news():
+                while batch := await _in_thread(merge.batch):
+                    yield _items(batch)
+                    interval, quiet_since = POLL_SECONDS_LEAST, trio.current_time()
+            if await _go_to_newer_attempts(node, asked, merge):
+                continue
+            if is_last:
+                if rest := await _in_thread(merge.rest):
+                    yield _items(rest)
+                return
+            if trio.current_time() - quiet_since >= KEEPALIVE_SECONDS:
+                quiet_since = trio.current_time()
+                yield KEEPALIVE
+            await trio.sleep(PAUSE_SECONDS)
+            with trio.move_on_after(interval):
+                await node.wait_for_change(version)
+            interval = min(POLL_SECONDS_MOST, interval * 1.5)
+    finally:
+        merge.close()
+
+
+async def _tail(merge: Merge, count: int, *, is_all: bool) -> list[Json]:
+    """The last `count` lines of what is there. Each log was opened about that far from its end. `is_all`: nothing will
+    be read after them, so a line that was only begun is one."""
+    kept: deque[Json] = deque(maxlen=count)
+    while batch := await _in_thread(merge.batch):
+        kept.extend(batch)
+    if is_all:
+        kept.extend(await _in_thread(merge.rest))
+    return list(kept)
+
+
+async def _go_to_newer_attempts(node: NodeFacade, asked: _Asked, merge: Merge) -> bool:
+    """Once an attempt's log is read to its end: True if there is a later one to go on with."""
+    job = node.state.jobs.get(asked.job)
+    if job is None or asked.previous or (asked.run is not None and merge.attempts):
+        return False
+    moved = False
+    for index in asked.replicas:
+        at, newest = merge.attempts.get(index, 0), job.replicas[index].attempts
+        if at < newest and (at or asked.follow):
+            await _in_thread(partial(merge.add, _wanted(node, job.id, index, at + 1 if at else newest, asked.run)))
+            moved = True
+    return moved
+
+
+def _is_over(node: NodeFacade, asked: _Asked) -> bool:
+    """Nothing more will be written to any of the logs that are followed."""
+    job = node.state.jobs.get(asked.job)
+    if job is None or job.outcome is not None:
+        return True
+    return all(_has_ended(node, job, index, asked.run) for index in asked.replicas)
+
+
+def _has_ended(node: NodeFacade, job: Job, index: int, run: int | None) -> bool:
+    replica = job.replicas[index]
+    if replica.outcome is not None:
+        return replica.assignment is None
+    status = node.statuses().get(AttemptId(ReplicaId(job.id, index), replica.attempts))
+    return run is not None and status is not None and status.run > run
+
+
+def _items(lines: list[Json]) -> Sequence[Item]:
+    return [Item(line, line["offset"]) for line in lines]
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    return await trio.to_thread.run_sync(call, limiter=_threads, abandon_on_cancel=True)
+
+
+ROUTES = [Route("/v1/jobs/{job}/logs", logs, methods=["GET"])]

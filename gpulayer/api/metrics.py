@@ -1,0 +1,89 @@
+"""GET /metrics: Prometheus text, made from the node's state at each scrape. Counts and keeps nothing by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gpulayer import __version__
+from gpulayer.api.requests import Moment, moment_of
+from gpulayer.core.placement.fit import free_of
+from gpulayer.wire.http import gpu_stock
+
+
+async def metrics(request: Request) -> Response:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Scrape(moment_of(request)))
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Scrape:
+    """prometheus_client's Collector, of one moment."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        node, state = self._moment.node, self._moment.state
+        yield _gauges(
+            "gpulayer_info", "The daemon that answers.", ("version", "node"), {(__version__, node.node_name): 1}
+        )
+        yield _gauge("gpulayer_uptime_seconds", "Since the daemon started.", self._moment.now_utc - node.started_at_utc)
+        yield _gauge("gpulayer_ready", "1 if the node serves.", 0 if node.not_ready else 1)
+        yield _gauge("gpulayer_log_index", "Index of the newest applied log entry.", state.index)
+        yield _gauge("gpulayer_nodes", "Nodes in the registry.", len(state.nodes))
+        yield from self._jobs()
+        stock = gpu_stock(state, free_of(state))
+        for word in ("all", "free"):
+            counts: dict[tuple[str, ...], float] = {(each["model"],): each[word] for each in stock}
+            yield _gauges(f"gpulayer_gpus_{word}", f"GPUs by model, {word}; shares count as such.", ("model",), counts)
+        yield from self._store()
+
+    def _jobs(self) -> Iterator[Metric]:
+        jobs: Counter[tuple[str, ...]] = Counter()
+        replicas: Counter[tuple[str, ...]] = Counter()
+        restarts = 0
+        for job in self._moment.state.jobs.values():
+            seen = self._moment.view(job)
+            jobs[(seen.state,)] += 1
+            restarts += seen.restarts
+            for replica in seen.replicas:
+                replicas[(replica.state,)] += 1
+        yield _gauges("gpulayer_jobs", "Jobs that are kept, by state.", ("state",), jobs)
+        yield _gauges("gpulayer_replicas", "Replicas of kept jobs, by state.", ("state",), replicas)
+        total = CounterMetricFamily("gpulayer_replica_restarts", "Restarts of the replicas of kept jobs.")
+        total.add_metric([], restarts)
+        yield total
+
+    def _store(self) -> Iterator[Metric]:
+        """Whatever numbers the log store tells about itself."""
+        stats = self._moment.node.store_stats()
+        for name in sorted(field.name for field in fields(stats)):
+            value = getattr(stats, name)
+            if isinstance(value, (int, float)):
+                yield _gauge(f"gpulayer_store_{name}", f"The log store's {name.replace('_', ' ')}.", float(value))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _gauges(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for named, number in sorted(values.items()):
+        family.add_metric(named, number)
+    return family
+
+
+ROUTES = [Route("/metrics", metrics)]

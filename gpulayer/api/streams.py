@@ -1,0 +1,128 @@
+"""Answers without an end known beforehand: NDJSON, or the same as SSE, one document at a time.
+
+Nothing is kept for a client that does not read: the send waits, and with it the one task of that client, until it reads
+on or goes away. A client tells a stream that ended from one that was cut (the daemon stops, or failed) by the last
+chunk, which only the first has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gpulayer.wire.http import dump
+
+log = structlog.get_logger()
+
+NDJSON = "application/x-ndjson"
+SSE = "text/event-stream"
+# Shorter than any proxy's or firewall's patience with a silent connection, and how soon a dead peer is noticed.
+KEEPALIVE_SECONDS = 15.0
+# As much as goes out with one send: large enough to be fast, small enough that 512 clients take 32 MiB together.
+CHUNK_BYTES = 64 * 1024
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    document: object
+    offset: str = ""
+    """Where to go on after this one (`after=`, and SSE's Last-Event-ID)."""
+
+
+KEEPALIVE: Sequence[Item] = ()
+"""Yielded by a source that has nothing to say for a while."""
+
+Source = AsyncIterator[Sequence[Item]]
+
+
+async def news_or_none(wait: Callable[[], Awaitable[T]]) -> T | None:
+    """What `wait` gives, or None after KEEPALIVE_SECONDS; then the source yields KEEPALIVE and asks again."""
+    with trio.move_on_after(KEEPALIVE_SECONDS):
+        return await wait()
+    return None
+
+
+def wants_sse(request: Request) -> bool:
+    return SSE in request.headers.get("accept", "")
+
+
+class Stream(Response):
+    """Sends what a source yields. What can be refused is refused before this is made."""
+
+    def __init__(self, request: Request, source: Source) -> None:
+        self.status_code = 200
+        self.background = None
+        self._sse = wants_sse(request)
+        self._source = source
+        self.init_headers(
+            {
+                "content-type": SSE if self._sse else NDJSON,
+                "cache-control": "no-store",
+                # nginx would keep lines back until a buffer is full.
+                "x-accel-buffering": "no",
+            }
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            nursery.start_soon(_cancel_when_stopping, scope, nursery.cancel_scope)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if scope["method"] != "HEAD":
+                await self._send_all(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            nursery.cancel_scope.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        # aclosing: a generator that holds files is closed here and now, not by the garbage collector.
+        async with aclosing(self._source) as source:  # type: ignore[type-var]
+            async for items in source:
+                for chunk in _chunks(items, self._sse):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def _chunks(items: Sequence[Item], sse: bool) -> list[bytes]:
+    if not items:
+        return [b":\n\n" if sse else b"\n"]
+    chunks: list[bytes] = []
+    pending: list[bytes] = []
+    size = 0
+    for item in items:
+        encoded = _as_sse(item) if sse else dump(item.document) + b"\n"
+        pending.append(encoded)
+        size += len(encoded)
+        if size >= CHUNK_BYTES:
+            chunks.append(b"".join(pending))
+            pending, size = [], 0
+    if pending:
+        chunks.append(b"".join(pending))
+    return chunks
+
+
+def _as_sse(item: Item) -> bytes:
+    # A JSON document has no newline in it, so that one data line is enough.
+    offset = f"id: {item.offset}\n".encode() if item.offset else b""
+    return offset + b"data: " + dump(item.document) + b"\n\n"
+
+
+async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _cancel_when_stopping(scope: Scope, cancel_scope: trio.CancelScope) -> None:
+    shutdown = scope.get("state", {}).get("shutdown")
+    if shutdown is not None:
+        await shutdown.wait()
+        cancel_scope.cancel()

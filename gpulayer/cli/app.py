@@ -1,0 +1,130 @@
+"""Where the command line begins: which commands there are, and which module each is in.
+
+Starting fast is part of the product, so nothing is imported here that the command at hand does not need: commands are
+named by "module:function" and imported when they are asked for, and the lists of commands are printed from these
+tables, without cyclopts (75 ms) or rich.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpulayer import __version__
+from gpulayer.cli import failure
+from gpulayer.cli.words import with_command_marked, with_globals_last
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+HELP = """The hosts you have become one machine: services and batch jobs, kept running, found, explained.
+
+Start a daemon with `gpulayer up`, hand it work with `gpulayer submit`, see all of it with `gpulayer status`.
+JOB is a name, an id, or an unambiguous beginning of one; JOB.2 names a replica of it."""
+
+# name -> (module:function, one line). In the order in which people meet them.
+_COMMANDS = {
+    "up": ("gpulayer.cli.up:up", "Run the daemon, in the foreground."),
+    "systemd": ("gpulayer.cli.systemd:systemd", "Install the systemd unit of the daemon, or print it."),
+    "demo": ("gpulayer.cli.demo:demo", "A service, two replicas, one killed and restarted; cleans up after itself."),
+    "status": ("gpulayer.cli.cluster:status", "The cluster on one screen."),
+    "submit": ("gpulayer.cli.submit:submit", "Hand in a command: a batch, or with --service one that is kept running."),
+    "events": ("gpulayer.cli.cluster:events", "The event feed: every change once, with an offset to go on from."),
+    "audit": ("gpulayer.cli.cluster:audit", "Compare what runs with what should; exit code 1 on any difference."),
+    "leave": ("gpulayer.cli.leave:leave", "Let the daemon leave and end; refused while replicas run."),
+    "completion": ("gpulayer.cli.completion:completion", "Print, or install, the completion for bash, zsh or fish."),
+}
+_GROUPS = {
+    "job": (
+        "One job, or the list of them.",
+        {
+            "list": ("gpulayer.cli.jobs:job_list", "Jobs, newest first."),
+            "status": ("gpulayer.cli.jobs:job_status", "State, endpoints and reasons, one line per replica."),
+            "logs": ("gpulayer.cli.jobs:job_logs", "What its replicas wrote, and a line for each restart."),
+            "endpoints": ("gpulayer.cli.jobs:job_endpoints", "host:port of each replica that is ready."),
+            "events": ("gpulayer.cli.jobs:job_events", "What happened to it."),
+            "explain": ("gpulayer.cli.jobs:job_explain", "Why it is where and how it is, node by node."),
+            "wait": ("gpulayer.cli.jobs:job_wait", "Return when it has ended; exit code 0 if it succeeded."),
+            "restart": ("gpulayer.cli.jobs:job_restart", "Replace its processes by new ones, or that of one replica."),
+            "cancel": ("gpulayer.cli.jobs:job_cancel", "Stop every replica of it."),
+        },
+    ),
+    "token": (
+        "API tokens, for clients that do not use the daemon's socket.",
+        {
+            "create": ("gpulayer.cli.tokens:token_create", "Make a token and print it; it is never shown again."),
+            "list": ("gpulayer.cli.tokens:token_list", "Tokens by id, role and label; never the secrets."),
+            "revoke": ("gpulayer.cli.tokens:token_revoke", "Refuse a token from now on."),
+        },
+    ),
+}
+_HELP_FLAGS = ("--help", "-h")
+
+
+def make_app() -> App:
+    """The command tree. Making it imports no command."""
+    from cyclopts import App, Parameter
+
+    from gpulayer.cli.help import Pages
+
+    app = App(
+        name="gpulayer",
+        help=HELP,
+        version=__version__,
+        help_format="plaintext",
+        help_formatter=Pages(),
+        # A flag is given or left out; --no-X for each would only be more words to read.
+        default_parameter=Parameter(negative=(), show_default=False),
+        result_action="return_value",
+    )
+    for name, (where, _) in _COMMANDS.items():
+        app.command(where, name=name)
+    for name, (line, commands) in _GROUPS.items():
+        group = App(name=name, help=line)
+        for child, (where, _) in commands.items():
+            group.command(where, name=child)
+        app.command(group)
+    return app
+
+
+def __getattr__(name: str) -> object:
+    """`app`, for tools that look for it by this name; made when asked for."""
+    if name == "app":
+        return make_app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `words` are the arguments without the program's name."""
+    given = list(sys.argv[1:] if words is None else words)
+    return failure.guarded(given, lambda: _run(given))
+
+
+def _run(words: list[str]) -> int:
+    page = _page_without_cyclopts(words)
+    if page is not None:
+        print(page)
+        return 0
+    tokens = with_command_marked(with_globals_last(words))
+    code = make_app()(tokens, exit_on_error=False, print_error=False)
+    return code if isinstance(code, int) else 0
+
+
+def _page_without_cyclopts(words: list[str]) -> str | None:
+    """What `gpulayer --version`, `gpulayer --help` and `gpulayer job --help` print."""
+    if words == ["--version"]:
+        return __version__
+    asked = [word for word in words if word not in _HELP_FLAGS]
+    if len(words) > 2 or len(asked) > 1 or (asked and (words[0] not in _GROUPS)):
+        return None
+    from gpulayer.cli.help import group_page
+
+    if asked:
+        line, commands = _GROUPS[asked[0]]
+        rows = {name: words for name, (_, words) in commands.items()}
+        return group_page(f"gpulayer {asked[0]} COMMAND", line, {"Commands": rows})
+    rows = {name: line for name, (_, line) in _COMMANDS.items()}
+    rows |= {f"{group} {name}": words for group, (_, made) in _GROUPS.items() for name, (_, words) in made.items()}
+    options = {"--help, -h": "This page, or that of a command: gpulayer submit --help.", "--version": "The version."}
+    return group_page("gpulayer COMMAND", HELP, {"Commands": rows, "Options": options})

@@ -1,0 +1,35 @@
+"""The options that say which daemon is asked, and as whom; every command that asks one has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+if TYPE_CHECKING:
+    from gpulayer.client.sync import Client
+
+_GROUP = Group("Which daemon", sort_key=100)
+
+
+@Parameter(name="*", group=_GROUP)
+@dataclass(frozen=True)
+class Connection:
+    """Left out, all three: $GPULAYER_URL, else the unix socket of this user's daemon."""
+
+    url: Annotated[
+        str | None, Parameter(help="http://127.0.0.1:7450 or unix:///path/gpulayer.sock ($GPULAYER_URL).")
+    ] = None
+    token: Annotated[str | None, Parameter(help="API token, for http only ($GPULAYER_TOKEN).")] = None
+    data_dir: Annotated[
+        str | None, Parameter(help="Data directory of the daemon on this host ($GPULAYER_DATA_DIR).")
+    ] = None
+
+    def client(self) -> Client:
+        from gpulayer.client.sync import connect
+
+        return connect(self.url, self.token, self.data_dir)
+
+
+LOCAL = Connection()

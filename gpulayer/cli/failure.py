@@ -1,0 +1,116 @@
+"""How errors end: text on stderr (what happened, and a hint what to do) and an exit code. The only place that does
+either.
+
+Exit codes: 0 done; 1 failed; 2 the words were wrong; 3 no daemon answers; 4 no such thing; 5 refused; 124 waited long
+enough; 130 interrupted; 141 nobody reads the output any more. In a batch that stays attached, 125 stands for 1 to 5,
+because those belong to the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gpulayer.cli.words import is_attached_batch
+from gpulayer.model.errors import (
+    GpulayerError,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Refused,
+    Unreachable,
+    WaitTimeout,
+)
+
+if TYPE_CHECKING:
+    from cyclopts import CycloptsError
+
+FAILED = 1
+WORDS_WRONG = 2
+NO_DAEMON = 3
+NOT_FOUND = 4
+REFUSED = 5
+WAITED = 124
+NOT_THE_JOBS_OWN = 125
+INTERRUPTED = 128 + 2
+OUTPUT_CLOSED = 128 + 13
+"""What a shell reports for SIGPIPE, which is how other programs end here."""
+
+_CODES: tuple[tuple[type[GpulayerError], int], ...] = (
+    (InvalidRequest, WORDS_WRONG),
+    (Unreachable, NO_DAEMON),
+    (NotFound, NOT_FOUND),
+    (Refused, REFUSED),
+    (PermissionDenied, REFUSED),
+    (WaitTimeout, WAITED),
+)
+
+
+class Interrupted(GpulayerError):
+    """Ctrl-C while something was waited for that goes on."""
+
+    default_code = "interrupted"
+
+
+class FailedAttached(Exception):
+    """Carries the error of a batch that stays attached out to here, where that is known only once a file was read."""
+
+    def __init__(self, error: GpulayerError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
+    """The exit code of `command`; what it raises is told on stderr."""
+    try:
+        # A name that is no UTF-8 must not end the command that shows it.
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        code = command()
+        sys.stdout.flush()
+        return code
+    except GpulayerError as error:
+        return _tell(error, is_attached_batch(words))
+    except FailedAttached as carried:
+        return _tell(carried.error, True)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at its end, and would complain about it then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
+    except Exception as error:
+        # Named only here, because importing it costs more than some commands take in all.
+        from cyclopts import CycloptsError
+
+        if not isinstance(error, CycloptsError):
+            raise
+        return _tell(_as_invalid(error, words), is_attached_batch(words))
+
+
+def _tell(error: GpulayerError, attached: bool) -> int:
+    sys.stdout.flush()
+    print(f"gpulayer: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    if isinstance(error, Interrupted):
+        return INTERRUPTED
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)
+    return NOT_THE_JOBS_OWN if attached and code <= REFUSED else code
+
+
+def _as_invalid(error: CycloptsError, words: Sequence[str]) -> InvalidRequest:
+    """cyclopts says what was wrong and the nearest right word in one sentence; here they are message and hint."""
+    message, separator, nearest = " ".join(str(error).split()).partition(" Did you mean ")
+    nearest, _, _ = nearest.partition(" Available commands")
+    message, _, available = message.partition(" Available commands: ")
+    command = " ".join(["gpulayer", *(getattr(error, "command_chain", None) or ())])
+    if separator:
+        hint = f"did you mean {nearest.strip(' ?.').strip(chr(34))}?"
+    elif available:
+        hint = f"commands: {available.rstrip('.')}"
+    else:
+        hint = f"see {command} --help"
+    return InvalidRequest(message.rstrip("."), hint=hint)

@@ -1,0 +1,357 @@
+"""gpulayer job …: what one job is, says, does; and the list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from gpulayer.cli.cluster import say_events
+from gpulayer.cli.connection import LOCAL, Connection
+from gpulayer.cli.options import job_and_replica, moment
+from gpulayer.cli.render import ago, clean, note, pairs, reason_text, say, say_json, say_now, table, utc
+from gpulayer.client.sync import Client, Job, LogLine, ended
+from gpulayer.model.errors import InvalidRequest, NotFound
+from gpulayer.model.units import format_duration, parse_duration
+
+Follow = Annotated[bool, Parameter(name=("--follow", "-f"))]
+
+
+def job_list(
+    *,
+    state: Literal["live", "ended", "all"] = "live",
+    all: bool = False,
+    json: bool = False,
+    connection: Connection = LOCAL,
+) -> None:
+    """Jobs, newest first.
+
+    Parameters
+    ----------
+    state
+        live, ended, or all: live.
+    all
+        The same as --state all.
+    json
+        One JSON document: an array.
+    """
+    found = connection.client().jobs("all" if all else state)
+    if json:
+        say_json(found)
+        return
+    rows = [
+        (
+            job["name"],
+            job["id"],
+            job["kind"],
+            job["state"],
+            f"{job['ready']}/{job['replicas']}",
+            job["restarts"],
+            f"{job['gpus']:g}" if job["gpus"] else "-",
+            ago(job["submitted_at_utc"]),
+            reason_text(job["reason"]),
+        )
+        for job in found
+    ]
+    table(("NAME", "ID", "KIND", "STATE", "READY", "RESTARTS", "GPUS", "AGE", "REASON"), rows)
+
+
+def job_status(job: str, /, *, json: bool = False, connection: Connection = LOCAL) -> None:
+    """State, endpoints and reasons: one line per replica, and below it why it is not ready and how its last run ended.
+
+    Parameters
+    ----------
+    job
+        JOB, or JOB.N for one replica.
+    json
+        One JSON document.
+    """
+    name, index = job_and_replica(job)
+    found = _job(connection.client(), name).status()
+    if index is not None:
+        found["replicas"] = [replica for replica in found["replicas"] if replica["index"] == index]
+        if not found["replicas"]:
+            raise NotFound(
+                f"job {found['name']} has no replica {index}", hint=f"see gpulayer job status {found['name']}"
+            )
+    if json:
+        say_json(found)
+        return
+    say_status(found)
+
+
+def say_status(found: Mapping[str, Any]) -> None:
+    """The status of a job as people read it."""
+    say(
+        pairs(
+            job=found["name"],
+            id=found["id"],
+            kind=found["kind"],
+            state=found["state"],
+            ready=f"{found['ready']}/{len(found['replicas'])}",
+            revision=found["revision"],
+            restarts=found["restarts"],
+        )
+    )
+    say(f"command: {clean(' '.join(found['command']))}")
+    ended_text = f", ended {ago(found['ended_at_utc'])} ago" if found["ended_at_utc"] else ""
+    say(f"submitted: {utc(found['submitted_at_utc'])} ({ago(found['submitted_at_utc'])} ago{ended_text})")
+    _say_reason(found["reason"], "")
+    for replica in found["replicas"]:
+        _say_replica(replica)
+
+
+def _say_replica(replica: Mapping[str, Any]) -> None:
+    devices = ",".join(
+        device["uuid"] if device["share"] == 1 else f"{device['uuid']}:{device['share']:g}"
+        for device in replica["devices"]
+    )
+    say(
+        pairs(
+            task=replica["index"],
+            state=replica["state"],
+            node=replica["node"],
+            endpoint=replica["endpoint"],
+            restarts=replica["restarts"],
+            attempt=replica["attempt"] or None,
+            run=replica["run"] or None,
+            pid=replica["pid"],
+            devices=devices or None,
+            up=ago(replica["ready_since_utc"]) if replica["state"] == "ready" else None,
+        )
+    )
+    _say_reason(replica["reason"], "  ")
+    if replica["next"]:
+        say(f"  next: {clean(replica['next'])}")
+    if replica["last_exit"]:
+        say(f"  last exit: {exit_text(replica['last_exit'])}")
+    if replica["warning"]:
+        say(f"  warning: {reason_text(replica['warning'])}")
+    if replica["last_lines"]:
+        say("  last lines of its log:")
+        for line in replica["last_lines"]:
+            say(f"    {clean(line)}")
+
+
+def _say_reason(reason: Mapping[str, Any] | None, indent: str) -> None:
+    if reason:
+        say(f"{indent}reason: {reason_text(reason)}")
+        if reason["hint"]:
+            say(f"{indent}hint: {clean(reason['hint'])}")
+
+
+def exit_text(last_exit: Mapping[str, Any]) -> str:
+    """How a run ended, on one line."""
+    uptime = format_duration(round(last_exit["uptime_seconds"], 1))
+    return f"run {last_exit['run']}, {ago(last_exit['ended_at_utc'])} ago after {uptime}: {clean(last_exit['text'])}"
+
+
+def job_events(
+    job: str, /, *, follow: Follow = False, since: str | None = None, json: bool = False, connection: Connection = LOCAL
+) -> None:
+    """What happened to a job.
+
+    Parameters
+    ----------
+    follow
+        Go on with what happens, until Ctrl-C.
+    since
+        Offset to go on behind, as printed in front of each event.
+    json
+        One JSON document a line.
+    """
+    found = _job(connection.client(), job).events(after=since, follow=follow)
+    say_events(found, json=json, follow=follow)
+
+
+def job_explain(job: str, /, *, json: bool = False, connection: Connection = LOCAL) -> None:
+    """Why each replica is where and how it is: where it could and could not run, node by node, and its history.
+
+    Parameters
+    ----------
+    json
+        One JSON document.
+    """
+    name, index = job_and_replica(job)
+    found = _job(connection.client(), name).explain()
+    if json:
+        say_json(found)
+        return
+    say(pairs(job=found["name"], id=found["id"], state=found["state"]))
+    _say_reason(found["reason"], "")
+    for replica in found["replicas"]:
+        if index is None or replica["index"] == index:
+            _say_explanation(replica)
+
+
+def _say_explanation(replica: Mapping[str, Any]) -> None:
+    devices = ",".join(device["uuid"] for device in replica["devices"] or ())
+    say(pairs(task=replica["index"], state=replica["state"], node=replica["node"], devices=devices or None))
+    _say_reason(replica["reason"], "  ")
+    for why in replica["why"]:
+        say(f"  {clean(why)}")
+    for refusal in replica["refusals"]:
+        say(f"  not on {clean(refusal['node'])}: {refusal['code']}: {clean(refusal['text'])}")
+    for entry in replica["history"]:
+        say(f"  {format_duration(round(entry['ago_seconds'], 1))} ago: {clean(entry['text'])}")
+
+
+def job_logs(
+    job: str,
+    /,
+    *,
+    follow: Follow = False,
+    replica: int | None = None,
+    previous: bool = False,
+    since: str | None = None,
+    tail: int | None = None,
+    json: bool = False,
+    connection: Connection = LOCAL,
+) -> None:
+    """What the replicas of a job wrote, everything that is kept, prefixed with the replica where there are several.
+
+    Lines that begin with --- are the supervisor's: starts, exits, restarts, and lines that were lost.
+
+    Parameters
+    ----------
+    job
+        JOB, or JOB.N for one replica.
+    follow
+        Go on with what is written, until the job ends or Ctrl-C.
+    replica
+        Only of this one.
+    previous
+        Of the run before the present one.
+    since
+        Not older than this: 15m, or 2026-01-31T12:00:00Z.
+    tail
+        Only the last so many lines.
+    json
+        One JSON document a line.
+    """
+    name, index = job_and_replica(job)
+    if replica is not None and index is not None and replica != index:
+        raise InvalidRequest(f"{job} and --replica {replica} name different replicas", hint="leave out one of them")
+    chosen = index if replica is None else replica
+    if tail is not None and tail < 0:
+        raise InvalidRequest(f"tail: {tail} is not between 0 and {10**6}", hint="write --tail 100")
+    since_utc = None if since is None else moment("since", since)
+    asked = connection.client().job(name)
+    prefixed = chosen is None and not json and len(asked.status()["replicas"]) > 1
+    for line in asked.logs(follow=follow, replica=chosen, previous=previous, since=since_utc, tail=tail):
+        if json:
+            say_json(asdict(line), indent=None)
+        else:
+            (say_now if follow else say)(log_text(line, prefixed))
+
+
+def log_text(line: LogLine, prefixed: bool) -> str:
+    """A line of a log as it is shown: output as it was written, and what the supervisor says marked."""
+    marked = line.text if line.kind == "output" else f"--- {line.text}"
+    return f"[{line.replica}] {marked}" if prefixed else marked
+
+
+def job_endpoints(
+    job: str,
+    /,
+    *,
+    watch: bool = False,
+    wait: str | None = None,
+    json: bool = False,
+    connection: Connection = LOCAL,
+) -> None:
+    """host:port of each replica that is ready.
+
+    Parameters
+    ----------
+    watch
+        Print them again at every change (with a blank line between), until the job ends or Ctrl-C.
+    wait
+        Wait so long for every replica to be ready (exit code 124 after it).
+    json
+        One JSON document: an array of objects. With --watch, one a line.
+    """
+    if wait is not None:
+        asked = connection.client().job(job)
+        asked.endpoints(wait=parse_duration(wait, "wait"))
+    else:
+        asked = _job(connection.client(), job)
+    if watch:
+        for place, listed in enumerate(asked.watch_endpoints()):
+            if json:
+                say_json(listed, indent=None)
+            else:
+                say_now("\n".join(([""] if place else []) + [item["endpoint"] for item in listed]))
+        return
+    listed = asked.endpoint_documents()
+    if json:
+        say_json(listed)
+        return
+    for item in listed:
+        say(item["endpoint"])
+
+
+def job_wait(job: str, /, *, timeout: str | None = None, json: bool = False, connection: Connection = LOCAL) -> None:
+    """Return when a job has ended: exit code 0 if it succeeded, else 1 with the reason.
+
+    Parameters
+    ----------
+    timeout
+        Wait no longer than this (exit code 124).
+    json
+        Its last status, as one JSON document.
+    """
+    asked = connection.client().job(job)
+    status = asked.wait(None if timeout is None else parse_duration(timeout, "timeout"))
+    if json:
+        say_json(status)
+    if status["state"] != "succeeded":
+        raise ended(status)
+    if not json:
+        note(f"job {status['name']} has succeeded")
+
+
+def job_restart(job: str, /, *, json: bool = False, connection: Connection = LOCAL) -> None:
+    """Replace the processes of a job by new ones, on the nodes where they are.
+
+    Parameters
+    ----------
+    job
+        JOB, or JOB.N for one replica.
+    json
+        One JSON document.
+    """
+    name, index = job_and_replica(job)
+    answer = _job(connection.client(), name).restart(None if index is None else [index])
+    if json:
+        say_json(answer)
+        return
+    which = ", ".join(str(replica) for replica in answer["replicas"])
+    note(f"restarting task {which} of {answer['name']}; see: gpulayer job status {answer['name']}")
+
+
+def job_cancel(job: str, /, *, wait: str | None = None, json: bool = False, connection: Connection = LOCAL) -> None:
+    """Stop every replica of a job.
+
+    Parameters
+    ----------
+    wait
+        Wait so long until no process of it is left (exit code 124 after it).
+    json
+        One JSON document.
+    """
+    # Read before anything is done: a wrong duration must not cancel.
+    wait_seconds = None if wait is None else parse_duration(wait, "wait")
+    asked = connection.client().job(job)
+    answer = asked.cancel(False if wait_seconds is None else wait_seconds)
+    if json:
+        say_json(answer)
+    else:
+        note(f"job {asked.name} is {answer['state']}")
+
+
+def _job(client: Client, name: str) -> Job:
+    """A handle without asking first whether it exists: the one request that follows says it."""
+    return Job(client, name, name)

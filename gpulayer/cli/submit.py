@@ -1,0 +1,411 @@
+"""gpulayer submit: words, or a file, become a request; then the command stays with the job as was asked for."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from gpulayer.cli.connection import LOCAL, Connection
+from gpulayer.cli.failure import FailedAttached
+from gpulayer.cli.options import key_value
+from gpulayer.cli.render import clean, pairs, say, say_json
+from gpulayer.client.requests import RETRY_OF_BATCH, RETRY_OF_SERVICE, JobRequest, Retry, batch, service
+from gpulayer.client.sync import Client, Document, Job
+from gpulayer.model.errors import GpulayerError, InvalidRequest
+from gpulayer.model.units import parse_count, parse_duration
+from gpulayer.wire.http import nearest
+
+_NEEDS = Group("What a replica needs", sort_key=10)
+_POLICY = Group("How it is kept running", sort_key=20)
+_PROCESS = Group("The process", sort_key=30)
+_SHOW = Group("What this command does", sort_key=40)
+
+
+def submit(
+    *command: str,
+    service: Annotated[bool | None, Parameter(name="--service")] = None,
+    name: str | None = None,
+    replicas: int | None = None,
+    file: Annotated[str | None, Parameter(group=_SHOW)] = None,
+    accelerator: Annotated[Literal["cuda", "rocm", "mps", "cpu"] | None, Parameter(group=_NEEDS)] = None,
+    gpus: Annotated[str | None, Parameter(group=_NEEDS)] = None,
+    gpu_model: Annotated[tuple[str, ...], Parameter(group=_NEEDS)] = (),
+    gpu_memory: Annotated[str | None, Parameter(group=_NEEDS)] = None,
+    vendor: Annotated[str | None, Parameter(group=_NEEDS)] = None,
+    cpus: Annotated[str | None, Parameter(group=_NEEDS)] = None,
+    memory: Annotated[str | None, Parameter(group=_NEEDS)] = None,
+    label: Annotated[tuple[str, ...], Parameter(group=_NEEDS)] = (),
+    no_port: Annotated[bool | None, Parameter(name="--no-port", group=_PROCESS)] = None,
+    restart: Annotated[Literal["always", "on_failure", "never"] | None, Parameter(group=_POLICY)] = None,
+    max_restarts: Annotated[int | None, Parameter(group=_POLICY)] = None,
+    retry_max_attempts: Annotated[int | None, Parameter(group=_POLICY)] = None,
+    spread: Annotated[Literal["node", "any"] | None, Parameter(group=_POLICY)] = None,
+    priority: Annotated[int | None, Parameter(group=_POLICY)] = None,
+    on_replica_end: Annotated[Literal["stop", "keep"] | None, Parameter(group=_POLICY)] = None,
+    timeout: Annotated[str | None, Parameter(group=_POLICY)] = None,
+    start_timeout: Annotated[str | None, Parameter(group=_POLICY)] = None,
+    env: Annotated[tuple[str, ...], Parameter(group=_PROCESS)] = (),
+    env_file: Annotated[tuple[str, ...], Parameter(group=_PROCESS)] = (),
+    workdir: Annotated[str | None, Parameter(group=_PROCESS)] = None,
+    stop_signal: Annotated[str | None, Parameter(group=_PROCESS)] = None,
+    stop_grace: Annotated[str | None, Parameter(group=_PROCESS)] = None,
+    wait: Annotated[str | None, Parameter(group=_SHOW)] = None,
+    detach: Annotated[bool, Parameter(group=_SHOW)] = False,
+    dry_run: Annotated[bool, Parameter(group=_SHOW)] = False,
+    json: Annotated[bool, Parameter(group=_SHOW)] = False,
+    connection: Connection = LOCAL,
+) -> int:
+    """Hand in a command: gpulayer submit [options] -- CMD ARG…
+
+    A service's submit returns when every replica is ready and prints the job's id and one host:port per replica. A
+    batch stays attached, shows its output, and returns at its end with its exit code (128+n for a signal, 125 where it
+    has none). Ctrl-C leaves the job running.
+
+    Parameters
+    ----------
+    command
+        The program and its arguments, as they are; no shell reads them.
+    service
+        Keep it running; left out, it is a batch and runs to its end.
+    name
+        Unique among live jobs; left out, made from the command.
+    replicas
+        Copies, each on a node of its own (see --spread): 1.
+    file
+        Read the job from this TOML file: the options' names as keys, and `command`; options given here win.
+    accelerator
+        Kind of device: any if --gpus, else none.
+    gpus
+        Per replica: 2, or 0.5 for a share of one.
+    gpu_model
+        Pattern such as '*A100*'; repeat it for several, one of which must match.
+    gpu_memory
+        Each GPU has at least this: 24GiB.
+    vendor
+        nvidia, amd, apple.
+    cpus
+        CPUs per replica: 4, or 0.5.
+    memory
+        Memory per replica: 16GiB.
+    label
+        K=V that the node must have; repeat it for several.
+    no_port
+        Do not pick a port; else the node sets $PORT and the service must listen on it.
+    restart
+        When a service's run ends: always.
+    max_restarts
+        Restarts per replica before it has ended for good: no limit.
+    retry_max_attempts
+        Times a replica is placed again after its node was lost: 10; for a batch 0.
+    spread
+        node puts each replica on another node, any only prefers that: node.
+    priority
+        0 to 100, higher first in the queue: 50.
+    on_replica_end
+        When a replica has ended for good, stop the others, or keep them: stop.
+    timeout
+        End it after this long: 24h.
+    start_timeout
+        A run that is not ready after this is ended, and restarted by the policy.
+    env
+        K=V, or K for the value it has here; repeat it for several.
+    env_file
+        File of such lines; # begins a comment. --env wins over it.
+    workdir
+        Directory to run in, on the node: a sandbox of its own.
+    stop_signal
+        Signal that asks it to stop: TERM.
+    stop_grace
+        Time between that signal and KILL: 10s.
+    wait
+        Wait no longer than this to be ready (a batch: to end); exit code 124 after it, and the job goes on.
+    detach
+        Print the id and return.
+    dry_run
+        Say where it would go now, and why not elsewhere; submit nothing.
+    json
+        One JSON document.
+    """
+    flags = {
+        "service": service,
+        "name": name,
+        "replicas": replicas,
+        "accelerator": accelerator,
+        "gpus": gpus,
+        "gpu_model": list(gpu_model) or None,
+        "gpu_memory": gpu_memory,
+        "vendor": vendor,
+        "cpus": cpus,
+        "memory": memory,
+        "label": list(label) or None,
+        "no_port": no_port,
+        "restart": restart,
+        "max_restarts": max_restarts,
+        "retry_max_attempts": retry_max_attempts,
+        "spread": spread,
+        "priority": priority,
+        "on_replica_end": on_replica_end,
+        "timeout": timeout,
+        "start_timeout": start_timeout,
+        "env": list(env) or None,
+        "env_file": list(env_file) or None,
+        "workdir": workdir,
+        "stop_signal": stop_signal,
+        "stop_grace": stop_grace,
+        "command": list(command) or None,
+    }
+    keys = _from_file(file) if file is not None else {}
+    keys = _merged(keys, {key: value for key, value in flags.items() if value is not None})
+    is_attached_batch = not keys.get("service") and not detach and not dry_run
+    try:
+        if is_attached_batch and json:
+            raise InvalidRequest("--json does not go with a batch that shows its output", hint="add --detach")
+        wait_seconds = None if wait is None else parse_duration(wait, "wait")
+        request = request_from_keys(keys)
+        client = connection.client()
+        _check_workdir(request, client)
+        if dry_run:
+            return _say_dry_run(client.dry_run(request), json=json)
+        answer = client.submit_document(request)
+        if detach:
+            if json:
+                say_json(answer)
+            else:
+                say(answer["id"])
+            return 0
+        return _stay(Job(client, answer["id"], answer["name"]), request, wait_seconds, json=json)
+    except GpulayerError as error:
+        if is_attached_batch:
+            raise FailedAttached(error) from error
+        raise
+
+
+def _stay(job: Job, request: JobRequest, wait_seconds: float | None, *, json: bool) -> int:
+    from gpulayer.cli.follow import until_ended, until_ready
+
+    if request.spec.kind == "batch":
+        return until_ended(job, wait_seconds, replicas=request.spec.replicas)
+    until_ready(job, wait_seconds, json=json)
+    return 0
+
+
+def _say_dry_run(found: Document, *, json: bool) -> int:
+    """Exit code 0 where it fits, else 1: the answer to a question, so no error is told."""
+    if json:
+        say_json(found)
+        return 0 if found["fits"] else 1
+    for replica in found["replicas"]:
+        devices = ",".join(device["uuid"] for device in replica["devices"])
+        say(pairs(task=replica["index"], node=replica["node"] or "none", devices=devices or None))
+        for refusal in replica["refusals"]:
+            say(f"  not on {clean(refusal['node'])}: {refusal['code']}: {clean(refusal['text'])}")
+    say(clean(found["summary"]))
+    return 0 if found["fits"] else 1
+
+
+def _check_workdir(request: JobRequest, client: Client) -> None:
+    workdir = request.spec.workdir
+    if workdir is not None and client.is_local and not os.path.isdir(workdir):
+        what = "is not a directory" if os.path.exists(workdir) else "does not exist"
+        raise InvalidRequest(f"workdir: {workdir} {what}", hint="make it first, or leave --workdir out for a sandbox")
+
+
+# --- keys to a request
+# ---------------------------------------------------------------------------------------------------
+
+
+def request_from_keys(keys: Mapping[str, Any]) -> JobRequest:
+    """The request that options, or a file's keys, ask for. The keys are the options' names with underscores."""
+    is_service = bool(keys.get("service"))
+    if not keys.get("command"):
+        raise InvalidRequest("there is no command", hint="write it after --, as in: gpulayer submit -- python train.py")
+    made: dict[str, Any] = {
+        "name": keys.get("name"),
+        "labels": dict(key_value("label", text) for text in keys.get("label", ())),
+        "env": _environment(keys),
+        "retry": RETRY_OF_SERVICE if is_service else RETRY_OF_BATCH,
+    }
+    for key, read in _READ.items():
+        if keys.get(key) is not None:
+            made[_PYTHON_NAMES.get(key, key)] = read(keys[key])
+    if "no_port" in keys:
+        made["port"] = not keys["no_port"]
+    if is_service:
+        return service(keys["command"], **made)
+    # A batch has no port anyway; the words for the other three are those that a service would have needed.
+    made.pop("port", None)
+    for key in ("restart", "max_restarts", "start_timeout_seconds"):
+        if key == "restart" and made.get(key) == "never":
+            del made[key]
+        elif key in made:
+            option = key.removesuffix("_seconds").replace("_", "-")
+            raise InvalidRequest(f"{option} is for services; a batch runs once", hint="add --service, or leave it out")
+    return batch(keys["command"], **made)
+
+
+def _plain(value: Any) -> Any:
+    return value
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "replicas": lambda value: parse_count(value, "replicas", least=1, most=10_000),
+    "accelerator": _plain,
+    "gpus": _plain,
+    "gpu_model": _plain,
+    "gpu_memory": _plain,
+    "vendor": _plain,
+    "cpus": _plain,
+    "memory": _plain,
+    "workdir": _plain,
+    "restart": _plain,
+    "max_restarts": _plain,
+    "retry_max_attempts": lambda value: Retry(max_attempts=value),
+    "spread": _plain,
+    "priority": _plain,
+    "on_replica_end": _plain,
+    "timeout": lambda value: parse_duration(value, "timeout"),
+    "start_timeout": lambda value: parse_duration(value, "start-timeout"),
+    "stop_signal": _plain,
+    "stop_grace": lambda value: parse_duration(value, "stop-grace"),
+}
+_PYTHON_NAMES = {
+    "timeout": "timeout_seconds",
+    "start_timeout": "start_timeout_seconds",
+    "stop_grace": "stop_grace_seconds",
+    "retry_max_attempts": "retry",
+}
+
+
+def _environment(keys: Mapping[str, Any]) -> dict[str, str]:
+    made: dict[str, str] = {}
+    for path in keys.get("env_file", ()):
+        for line in _read_text(path, "env-file").splitlines():
+            text = line.strip()
+            if text and not text.startswith("#"):
+                name, value = _variable(text, f"env-file {path}")
+                made[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    made.update(_variable(text, "env") for text in keys.get("env", ()))
+    return made
+
+
+def _variable(text: str, what: str) -> tuple[str, str]:
+    """`K=V`, or `K` for the value that it has here."""
+    name, separator, value = text.partition("=")
+    if separator:
+        return name.strip(), value
+    if text not in os.environ:
+        raise InvalidRequest(f"{what}: {text} is not set here", hint=f"write {text}=VALUE")
+    return text, os.environ[text]
+
+
+# --- a job in a file
+# -----------------------------------------------------------------------------------------------------
+
+# Key -> what a TOML value must be. Nothing is guessed: `replicas = "2"` is refused as `--replicas two` is.
+_FILE_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "command": ((list,), 'an array of words, like ["python", "train.py"]'),
+    "service": ((bool,), "true or false"),
+    "no_port": ((bool,), "true or false"),
+    "port": ((bool,), "true or false"),
+    "replicas": ((int,), "a whole number"),
+    "max_restarts": ((int,), "a whole number"),
+    "retry_max_attempts": ((int,), "a whole number"),
+    "priority": ((int,), "a whole number"),
+    "gpus": ((int, float), "a number"),
+    "cpus": ((int, float), "a number"),
+    "gpu_model": ((str, list), "a pattern, or an array of them"),
+    "label": ((str, list, dict), 'a table, or an array like ["zone=a"]'),
+    "labels": ((dict,), "a table"),
+    "env": ((dict, list), 'a table, or an array like ["K=V"]'),
+    "env_file": ((str, list), "a path, or an array of them"),
+    **{
+        key: ((str,), "text in quotes")
+        for key in (
+            "name",
+            "accelerator",
+            "gpu_memory",
+            "vendor",
+            "memory",
+            "restart",
+            "spread",
+            "on_replica_end",
+            "timeout",
+            "start_timeout",
+            "workdir",
+            "stop_signal",
+            "stop_grace",
+        )
+    },
+}
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    """The keys of a job file, in the form that the options have. Paths in it count from where the file is."""
+    try:
+        table = tomllib.loads(_read_text(path, "file"))
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidRequest(f"{path} is not TOML: {error}", hint="mend that line") from error
+    keys: dict[str, Any] = {}
+    for written, value in table.items():
+        key = written.replace("-", "_")
+        if key not in _FILE_KEYS:
+            shown = [known.replace("_", "-") if "-" in written else known for known in _FILE_KEYS]
+            raise InvalidRequest(f"{path}: unknown key {written!r}", hint=nearest(written, shown))
+        if key in keys:
+            raise InvalidRequest(f"{path}: {written} is given twice, with - and with _", hint="leave out one of them")
+        kinds, wanted = _FILE_KEYS[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise InvalidRequest(f"{path}: {written} = {value!r} is not {wanted}", hint=f"{written} takes {wanted}")
+        keys[key] = value
+    return _as_options(keys, path)
+
+
+def _as_options(keys: dict[str, Any], path: str) -> dict[str, Any]:
+    directory = os.path.dirname(os.path.abspath(path))
+    if "port" in keys:
+        keys["no_port"] = not keys.pop("port")
+    if "labels" in keys:
+        keys["label"] = keys.pop("labels")
+    for key in ("label", "env"):
+        if isinstance(keys.get(key), dict):
+            keys[key] = [f"{name}={_text(value, f'{path}: {key}.{name}')}" for name, value in keys[key].items()]
+    for key in ("label", "env", "gpu_model", "env_file"):
+        if isinstance(keys.get(key), str):
+            keys[key] = [keys[key]]
+    for key in ("command", "label", "env", "gpu_model", "env_file"):
+        if key in keys:
+            keys[key] = [_text(item, f"{path}: {key}") for item in keys[key]]
+    if "env_file" in keys:
+        keys["env_file"] = [os.path.join(directory, item) for item in keys["env_file"]]
+    if "workdir" in keys:
+        keys["workdir"] = os.path.join(directory, os.path.expanduser(keys["workdir"]))
+    return keys
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{what}: {value!r} is not text", hint=f'write it in quotes, as in "{value}"')
+    return value
+
+
+def _merged(from_file: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What is typed wins. Variables and labels are won one by one, as their names are; the rest key by key."""
+    merged = from_file | dict(flags)
+    for key in ("env", "env_file", "label"):
+        if key in from_file and key in flags:
+            merged[key] = [*from_file[key], *flags[key]]
+    return merged
+
+
+def _read_text(path: str, what: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise InvalidRequest(f"{what}: cannot read {path}: {error.strerror}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{what}: {path} is not UTF-8", hint="write it in UTF-8") from error

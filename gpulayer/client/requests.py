@@ -1,0 +1,211 @@
+"""What a program asks for: `service(…)` and `batch(…)` make a request that was checked when it was made.
+
+Pure but for one thing: a relative `workdir` is read from the caller's current directory. Sending is sync.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gpulayer.model.errors import InvalidRequest
+from gpulayer.model.ids import name_from_command
+from gpulayer.model.job import JobSpec, Requirements, RestartWhen, sorted_pairs
+from gpulayer.model.units import MILLI, parse_gpus, parse_size
+from gpulayer.wire.http import spec_to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """How often a replica is placed again after its node was lost; `max_attempts=0`: never."""
+
+    max_attempts: int
+
+
+RETRY_OF_SERVICE = Retry(max_attempts=10)
+RETRY_OF_BATCH = Retry(max_attempts=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """A job that can be submitted: made by `service(…)` or `batch(…)`, valid by then, never changed."""
+
+    spec: JobSpec
+    is_named: bool
+    """False: the name in `spec` was made from the command, and the node adds a suffix where it is in use."""
+
+    def body(self) -> dict[str, Any]:
+        """The body of POST /v1/jobs."""
+        document = spec_to_json(self.spec)
+        if not self.is_named:
+            del document["name"]
+        return document
+
+
+def service(
+    command: Sequence[str],
+    *,
+    name: str | None = None,
+    replicas: int = 1,
+    accelerator: str | None = None,
+    gpus: int | float | str = 0,
+    gpu_model: str | Iterable[str] = (),
+    gpu_memory: str | None = None,
+    vendor: str | None = None,
+    cpus: int | float | str = 0,
+    memory: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    port: bool = True,
+    restart: RestartWhen = "always",
+    max_restarts: int | None = None,
+    retry: Retry = RETRY_OF_SERVICE,
+    spread: Literal["node", "any"] = "node",
+    priority: int = 50,
+    on_replica_end: Literal["stop", "keep"] = "stop",
+    timeout_seconds: float | None = None,
+    start_timeout_seconds: float | None = None,
+    stop_signal: str = "TERM",
+    stop_grace_seconds: float = 10.0,
+) -> JobRequest:
+    """A service: copies of a command that are kept running.
+
+    The keys are those of `gpulayer submit --service`. `command` is the program and its arguments, no shell between.
+    `gpus` and `cpus` are numbers per replica (0.5 is a share), `gpu_memory` and `memory` sizes such as "24GiB",
+    `gpu_model` one pattern or several. With `port`, the node picks a free port and sets $PORT; the service must listen
+    on it. A relative `workdir` counts from the current directory. Raises InvalidRequest, naming the key.
+    """
+    return _request(
+        "service",
+        command,
+        name=name,
+        replicas=replicas,
+        requirements=_requirements(accelerator, gpus, gpu_model, gpu_memory, vendor, cpus, memory, labels),
+        env=_text_pairs("env", env),
+        workdir=_absolute(workdir),
+        port=port,
+        restart=restart,
+        max_restarts=max_restarts,
+        retry_max_attempts=retry.max_attempts,
+        spread=spread,
+        priority=priority,
+        on_replica_end=on_replica_end,
+        timeout_seconds=timeout_seconds,
+        start_timeout_seconds=start_timeout_seconds,
+        stop_signal=_signal(stop_signal),
+        stop_grace_seconds=stop_grace_seconds,
+    )
+
+
+def batch(
+    command: Sequence[str],
+    *,
+    name: str | None = None,
+    replicas: int = 1,
+    accelerator: str | None = None,
+    gpus: int | float | str = 0,
+    gpu_model: str | Iterable[str] = (),
+    gpu_memory: str | None = None,
+    vendor: str | None = None,
+    cpus: int | float | str = 0,
+    memory: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    retry: Retry = RETRY_OF_BATCH,
+    spread: Literal["node", "any"] = "node",
+    priority: int = 50,
+    on_replica_end: Literal["stop", "keep"] = "stop",
+    timeout_seconds: float | None = None,
+    stop_signal: str = "TERM",
+    stop_grace_seconds: float = 10.0,
+) -> JobRequest:
+    """A batch: a command that runs to its end, once per replica; it succeeds when every replica exited 0.
+
+    The keys are those of `gpulayer submit`, as in `service(…)`; a batch has no port and is not restarted.
+    Raises InvalidRequest, naming the key.
+    """
+    return _request(
+        "batch",
+        command,
+        name=name,
+        replicas=replicas,
+        requirements=_requirements(accelerator, gpus, gpu_model, gpu_memory, vendor, cpus, memory, labels),
+        env=_text_pairs("env", env),
+        workdir=_absolute(workdir),
+        port=False,
+        restart="never",
+        retry_max_attempts=retry.max_attempts,
+        spread=spread,
+        priority=priority,
+        on_replica_end=on_replica_end,
+        timeout_seconds=timeout_seconds,
+        stop_signal=_signal(stop_signal),
+        stop_grace_seconds=stop_grace_seconds,
+    )
+
+
+def _request(kind: Literal["service", "batch"], command: Sequence[str], *, name: str | None, **keys: Any) -> JobRequest:
+    if isinstance(command, str | bytes):
+        raise InvalidRequest(
+            f"the command {command!r} is a string, not a list of words",
+            hint='write it like ["python", "serve.py"], or ["sh", "-c", "…"] to have a shell read it',
+        )
+    argv = tuple(os.fspath(word) for word in command)
+    spec = JobSpec(kind=kind, name=name_from_command(argv) if name is None else name, argv=argv, **keys)
+    return JobRequest(spec=spec, is_named=name is not None)
+
+
+def _requirements(
+    accelerator: str | None,
+    gpus: int | float | str,
+    gpu_model: str | Iterable[str],
+    gpu_memory: str | None,
+    vendor: str | None,
+    cpus: int | float | str,
+    memory: str | None,
+    labels: Mapping[str, str] | None,
+) -> Requirements:
+    return Requirements(
+        accelerator=accelerator,
+        gpus_milli=parse_gpus(gpus),
+        gpu_models=(gpu_model,) if isinstance(gpu_model, str) else tuple(gpu_model),
+        gpu_memory_mib=0 if gpu_memory is None else parse_size(gpu_memory, "gpu-memory"),
+        vendor=vendor,
+        cpus_milli=_cpus_milli(cpus),
+        memory_mib=0 if memory is None else parse_size(memory, "memory"),
+        labels=_text_pairs("labels", labels),
+    )
+
+
+def _cpus_milli(value: int | float | str) -> int:
+    try:
+        number = float(value)
+    except ValueError:
+        raise InvalidRequest(f"cpus: {value!r} is not a number", hint="write 4 or 0.5") from None
+    if not math.isfinite(number) or not 0 <= number <= 100_000:
+        raise InvalidRequest(f"cpus: {value} is not between 0 and 100000", hint="write 4 or 0.5")
+    milli = round(number * MILLI)
+    if abs(milli - number * MILLI) > 1e-6 or (milli == 0 and number > 0):
+        raise InvalidRequest(f"cpus: {value} is finer than a thousandth", hint="write 4 or 0.5")
+    return milli
+
+
+def _text_pairs(what: str, mapping: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    for key, value in (mapping or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidRequest(f"{what}: {key!r}: {value!r} is not text", hint="write the value in quotes")
+    return sorted_pairs(mapping or {})
+
+
+def _absolute(workdir: str | os.PathLike[str] | None) -> str | None:
+    return None if workdir is None else os.path.abspath(os.path.expanduser(os.fspath(workdir)))
+
+
+def _signal(text: str) -> str:
+    """`SIGTERM` and `term` are what people write for TERM."""
+    return text.upper().removeprefix("SIG")

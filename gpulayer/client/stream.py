@@ -1,0 +1,126 @@
+"""NDJSON streams: documents as they come, with each wait bounded, going on after the connection was lost.
+
+A daemon may be restarted while somebody follows a log; replicas go on, and so does the stream, from the last offset.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpulayer.client.transport import Open, Transport
+from gpulayer.model.errors import GpulayerError, Unreachable, WaitTimeout
+
+# The daemon sends an empty line after 15 s without a document; three of them missing is a peer that is gone.
+IDLE_SECONDS_MAX = 45.0
+LINE_BYTES_MAX = 16 * 2**20
+_READ_BYTES = 256 * 1024
+
+# A daemon that is restarted or upgraded is back in seconds; one that is not after a minute needs a person.
+RECONNECT_SECONDS_MAX = 60.0
+_RECONNECT_DELAY_SECONDS = 0.1
+_RECONNECT_DELAY_SECONDS_MAX = 2.0
+
+
+class StreamLost(Unreachable):
+    """The connection ended before the stream did."""
+
+
+def documents(transport: Transport, path: str, *, deadline: float = math.inf) -> Iterator[Any]:
+    """What one connection brings. Ends where the daemon ends it; StreamLost where it breaks off; WaitTimeout at
+    `deadline`.
+
+    `deadline` is on time.monotonic().
+    """
+    yield from _documents(transport.open("GET", path, timeout_seconds=_patience(deadline)), deadline)
+
+
+def posted_documents(transport: Transport, path: str, body: object) -> Iterator[Any]:
+    """The same for a POST that answers with a stream; never repeated."""
+    yield from _documents(transport.open("POST", path, body=body, timeout_seconds=IDLE_SECONDS_MAX), math.inf)
+
+
+def resumed_documents(
+    transport: Transport,
+    path_after: Callable[[Any], str],
+    *,
+    deadline: float = math.inf,
+    is_last: Callable[[Any], bool] = lambda document: False,
+    is_over: Callable[[], bool] = lambda: True,
+) -> Iterator[Any]:
+    """The same over any number of connections. `path_after(last)` says where to go on; `last` is None before the first.
+
+    Ends after a document that `is_last`, or where the daemon ends the stream and `is_over()` agrees (a daemon that
+    stops ends its streams too). The first connection is tried once, so that a daemon that is not there is said at
+    once; a later one for a minute.
+    """
+    last: Any = None
+    lost_at: float | None = None
+    delay_seconds = _RECONNECT_DELAY_SECONDS
+    while True:
+        try:
+            for document in documents(transport, path_after(last), deadline=deadline):
+                last, lost_at, delay_seconds = document, None, _RECONNECT_DELAY_SECONDS
+                yield document
+                if is_last(document):
+                    return
+            if is_over():
+                return
+            lost_at = lost_at or time.monotonic()
+        except Unreachable as error:
+            if lost_at is None:
+                if last is None and not isinstance(error, StreamLost):
+                    raise
+                lost_at = time.monotonic()
+            if time.monotonic() - lost_at > RECONNECT_SECONDS_MAX:
+                raise
+        if time.monotonic() >= deadline:
+            raise WaitTimeout("waited long enough", hint="what was waited for goes on")
+        time.sleep(min(delay_seconds, max(0.0, deadline - time.monotonic())))
+        delay_seconds = min(delay_seconds * 2, _RECONNECT_DELAY_SECONDS_MAX)
+
+
+def _patience(deadline: float) -> float:
+    # Never zero: that would make the socket non-blocking.
+    return max(0.001, min(IDLE_SECONDS_MAX, deadline - time.monotonic()))
+
+
+def _documents(opened: Open, deadline: float) -> Iterator[Any]:
+    pending = b""
+    try:
+        while True:
+            if time.monotonic() >= deadline:
+                raise WaitTimeout("waited long enough", hint="what was waited for goes on")
+            opened.socket.settimeout(_patience(deadline))
+            try:
+                chunk = opened.response.read1(_READ_BYTES)
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise WaitTimeout("waited long enough", hint="what was waited for goes on") from None
+                raise StreamLost("the daemon has been silent for too long", hint="see its log") from None
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                # ValueError: http.client's words for a chunk whose length was cut off.
+                raise StreamLost("the daemon went away", hint="see its log") from error
+            if not chunk:
+                break
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    yield _document(line)
+            if len(pending) > LINE_BYTES_MAX:
+                raise GpulayerError(f"a line of the stream is longer than {LINE_BYTES_MAX} bytes", hint="report this")
+        if pending.strip():
+            yield _document(pending)
+    finally:
+        opened.close()
+
+
+def _document(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise GpulayerError(f"a line of the stream is not JSON ({line[:60]!r})", hint="check --url") from error

@@ -1,0 +1,43 @@
+"""What to do about each reason: one sentence per code, for reasons that came without a hint of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpulayer.model.replica import Reason
+
+HINTS: dict[str, str] = {
+    "queued": "wait: it is placed within moments",
+    "no_capacity": "wait until something ends, ask for less, or add a node; `gpulayer job explain JOB` has every node",
+    "starting": "wait, or see what it does with `gpulayer job logs JOB`",
+    "bad_command": "check the command: the program must be there and executable on the node, or in its PATH",
+    "bad_workdir": "name a --workdir that is there on the node and may be entered, or leave it out for the sandbox",
+    "spawn_failed": "see the node's log: mostly a limit of the node (processes, open files, memory) is the cause",
+    "disk_full": "free space where the node keeps its data; what waits is tried again by itself",
+    "exit_nonzero": "`gpulayer job logs JOB` shows what it wrote",
+    "exit_zero": "a service is meant to keep running: start the program in the foreground, or submit it as a batch",
+    "signal": "see `gpulayer job logs JOB`; signal 9 is often the kernel when memory has run out (`dmesg`)",
+    "never_ready": "make it listen on $HOST:$PORT, or give it longer with --start-timeout",
+    "listens_elsewhere": "make it listen on $HOST and $PORT instead of an address or port of its own",
+    "port_taken": "end the process that holds the port, or restart the replica: each run gets a new port",
+    "not_listening": "make it listen on $HOST:$PORT; a service without a port is submitted with --no-port",
+    "timeout": "raise --timeout, or make the work shorter",
+    "interrupted": "its host or its supervisor went down; submit it again if its work is still needed",
+    "supervisor_killed": "look for the kernel's out-of-memory killer in `dmesg`; how the run ended is unknown",
+    "unkillable": "a process hangs in the kernel (state D): see `dmesg`; often only a restart of the host ends it",
+    "cancelled": "submit it again if it is still wanted",
+    "replica_ended": "see the replica that ended first; --on-replica-end keep would have left the others running",
+    "restart_requested": "nothing: a new run starts by itself",
+    "left_background_processes": "start the last program with exec, or end the script with wait",
+}
+_OTHERWISE = "see `gpulayer job events JOB` and `gpulayer job logs JOB`"
+
+
+def hint_for(code: str) -> str:
+    """What to do about a reason; a general answer for a code that is not known here (from a newer node)."""
+    return HINTS.get(code, _OTHERWISE)
+
+
+def with_hint(reason: Reason) -> Reason:
+    """The reason with its own hint, else the one of its code."""
+    return reason if reason.hint else replace(reason, hint=hint_for(reason.code))

@@ -1,0 +1,256 @@
+"""What is free, and whether one replica fits a node: the devices it would get there, or why not.
+
+Knows capacities and rules, not queues (plan.py) and not processes. All numbers are what the log says: the node's own
+ledger has the last word when it starts something (P3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from gpulayer.core.placement.refusal import (
+    MissingLabel,
+    NoAccelerators,
+    NoShareFree,
+    NotEnoughGpusFree,
+    Refusal,
+    TooFewCpus,
+    TooLittleGpuMemory,
+    TooLittleMemory,
+    UnhealthyDevices,
+    WrongAcceleratorKind,
+    WrongModel,
+    WrongVendor,
+    counted,
+    is_permanent,
+)
+from gpulayer.core.placement.score import Score
+from gpulayer.model.cluster import ClusterState
+from gpulayer.model.ids import JobId, NodeId
+from gpulayer.model.job import Requirements
+from gpulayer.model.node import Accelerator, Node
+from gpulayer.model.replica import Assignment, DeviceShare
+from gpulayer.model.units import MILLI
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """What assignments leave of one node. Below zero where the node shrank under its work."""
+
+    gpu_milli: Mapping[str, int]
+    cpus_milli: int
+    memory_mib: int
+    replicas: Mapping[JobId, tuple[int, ...]] = field(default_factory=dict)
+    """Who is there, by job; sorted."""
+
+    def without(self, assignment: Assignment) -> Free:
+        """With the assignment's part taken."""
+        return self._changed(assignment, -1)
+
+    def given_back(self, assignment: Assignment) -> Free:
+        return self._changed(assignment, 1)
+
+    def _changed(self, assignment: Assignment, sign: int) -> Free:
+        gpu_milli = dict(self.gpu_milli)
+        for share in assignment.devices:
+            if share.uuid in gpu_milli:  # a device that vanished gives nothing back
+                gpu_milli[share.uuid] += sign * share.milli
+        job, index = assignment.replica.job, assignment.replica.index
+        there = {*self.replicas.get(job, ())} - {index} | ({index} if sign < 0 else set())
+        replicas = {**self.replicas, job: tuple(sorted(there))}
+        if not there:
+            del replicas[job]
+        return replace(
+            self,
+            gpu_milli=gpu_milli,
+            cpus_milli=self.cpus_milli + sign * assignment.cpus_milli,
+            memory_mib=self.memory_mib + sign * assignment.memory_mib,
+            replicas=replicas,
+        )
+
+
+def free_of(state: ClusterState) -> dict[NodeId, Free]:
+    """Per node. An assignment holds its part until it is released, also when its outcome is known already."""
+    held: dict[NodeId, list[Assignment]] = {node: [] for node in state.nodes}
+    for job in state.jobs.values():
+        if not job.is_live:
+            continue
+        for replica in job.replicas:
+            if replica.assignment is not None and replica.assignment.node in held:
+                held[replica.assignment.node].append(replica.assignment)
+    return {node_id: _left(state.nodes[node_id], assignments) for node_id, assignments in held.items()}
+
+
+def _left(node: Node, assignments: Iterable[Assignment]) -> Free:
+    gpu_milli = {device.uuid: MILLI for device in node.capabilities.accelerators}
+    cpus_milli, memory_mib = node.capabilities.cpus_milli, node.capabilities.memory_mib
+    there: dict[JobId, list[int]] = {}
+    for assignment in assignments:
+        cpus_milli -= assignment.cpus_milli
+        memory_mib -= assignment.memory_mib
+        there.setdefault(assignment.replica.job, []).append(assignment.replica.index)
+        for share in assignment.devices:
+            if share.uuid in gpu_milli:
+                gpu_milli[share.uuid] -= share.milli
+    replicas = {job: tuple(sorted(indexes)) for job, indexes in there.items()}
+    return Free(gpu_milli=gpu_milli, cpus_milli=cpus_milli, memory_mib=memory_mib, replicas=replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """It fits, with these devices."""
+
+    devices: tuple[DeviceShare, ...]
+    score: Score
+    """Without `own_replicas`, which is the job's, not the node's."""
+
+
+def fit(needs: Requirements, node: Node, free: Free) -> Choice | Refusal:
+    """The best devices of the node for one replica, or the first reason against it.
+
+    Reasons that would hold on the empty node too come first: they are what the user can act on.
+    """
+    labels = _label_refusal(needs, node)
+    devices = _gpus(needs, node, free)
+    host = _host(needs, node, free)
+    refusals = [found for found in (labels, devices, host) if found is not None and not isinstance(found, tuple)]
+    if refusals:
+        return min(refusals, key=lambda refusal: not is_permanent(refusal))  # min() takes the first of equals
+    assert isinstance(devices, tuple)
+    return Choice(devices=devices, score=_score(devices, node, free))
+
+
+def _label_refusal(needs: Requirements, node: Node) -> Refusal | None:
+    there = dict(node.capabilities.labels) if needs.labels else {}
+    for key, value in needs.labels:
+        if there.get(key) != value:
+            return MissingLabel(node=node.name, key=key, needed=value, there=there.get(key))
+    return None
+
+
+def _host(needs: Requirements, node: Node, free: Free) -> Refusal | None:
+    has = node.capabilities
+    if needs.cpus_milli and needs.cpus_milli > free.cpus_milli:
+        return TooFewCpus(
+            node=node.name, needed_milli=needs.cpus_milli, free_milli=free.cpus_milli, all_milli=has.cpus_milli
+        )
+    if needs.memory_mib and needs.memory_mib > free.memory_mib:
+        return TooLittleMemory(
+            node=node.name, needed_mib=needs.memory_mib, free_mib=free.memory_mib, all_mib=has.memory_mib
+        )
+    return None
+
+
+def _gpus(needs: Requirements, node: Node, free: Free) -> tuple[DeviceShare, ...] | Refusal:
+    if needs.gpus_milli == 0:
+        return ()
+    matching = _matching(needs, node)
+    if not isinstance(matching, list):
+        return matching
+    # One replica gets devices of one kind only: no program uses two vendors' runtimes at once.
+    by_kind: dict[str, list[Accelerator]] = {}
+    for device in matching:
+        by_kind.setdefault(device.kind, []).append(device)
+    results = [_of_one_kind(needs, node, free, devices) for _, devices in sorted(by_kind.items())]
+    choices = [found for found in results if isinstance(found, tuple)]
+    if choices:
+        memory = {device.uuid: device.memory_mib for device in matching}
+        return min(choices, key=lambda shares: (sum(memory[share.uuid] for share in shares), shares[0].uuid))
+    refusals = [found for found in results if not isinstance(found, tuple)]
+    return min(refusals, key=is_permanent)  # one that may pass says more than one that cannot
+
+
+def _matching(needs: Requirements, node: Node) -> list[Accelerator] | Refusal:
+    """Devices that could do, free or not, well or not; else the first test that none passes."""
+    devices = [device for device in node.capabilities.accelerators if device.kind != "cpu"]
+    if not devices:
+        return NoAccelerators(node=node.name, needed_milli=needs.gpus_milli)
+    if needs.accelerator is not None:
+        there = counted(device.kind for device in devices)
+        devices = [device for device in devices if device.kind == needs.accelerator]
+        if not devices:
+            return WrongAcceleratorKind(node=node.name, needed=needs.accelerator, there=there)
+    if needs.vendor is not None:
+        there = counted(device.vendor for device in devices)
+        devices = [device for device in devices if device.vendor.casefold() == needs.vendor.casefold()]
+        if not devices:
+            return WrongVendor(node=node.name, needed=needs.vendor, there=there)
+    if needs.gpu_models:
+        there = counted(device.model for device in devices)
+        patterns = [pattern.casefold() for pattern in needs.gpu_models]
+        devices = [d for d in devices if any(fnmatchcase(d.model.casefold(), pattern) for pattern in patterns)]
+        if not devices:
+            return WrongModel(node=node.name, needed=needs.gpu_models, there=there)
+    if needs.gpu_memory_mib:
+        share_milli = min(needs.gpus_milli, MILLI)
+        largest = max(device.memory_mib for device in devices)
+        # A share tests share x total (lifecycle.md §2.4), in integers.
+        devices = [d for d in devices if d.memory_mib * share_milli >= needs.gpu_memory_mib * MILLI]
+        if not devices:
+            return TooLittleGpuMemory(
+                node=node.name,
+                needed_mib=needs.gpu_memory_mib,
+                largest_mib=largest * share_milli // MILLI,
+                needed_milli=needs.gpus_milli,
+            )
+    return devices
+
+
+def _of_one_kind(
+    needs: Requirements, node: Node, free: Free, devices: Sequence[Accelerator]
+) -> tuple[DeviceShare, ...] | Refusal:
+    whole = needs.gpus_milli >= MILLI
+    number = needs.gpus_milli // MILLI if whole else 1
+    milli = MILLI if whole else needs.gpus_milli
+    healthy = [device for device in devices if not device.unhealthy]
+    if len(healthy) < number <= len(devices):
+        return UnhealthyDevices(
+            node=node.name,
+            needed_milli=needs.gpus_milli,
+            healthy=len(healthy),
+            all=len(devices),
+            why=tuple(f"{device.uuid}: {device.unhealthy}" for device in _by_uuid(devices) if device.unhealthy),
+        )
+    # By what is free, so a shared GPU is never given whole and a whole one never shared.
+    open_devices = [device for device in healthy if free.gpu_milli.get(device.uuid, 0) >= milli]
+    if len(open_devices) >= number:
+        chosen = _smallest(open_devices, number) if whole else [_fullest(open_devices, free)]
+        return tuple(DeviceShare(uuid=device.uuid, milli=milli) for device in chosen)
+    if whole:
+        return NotEnoughGpusFree(node=node.name, needed=number, free=len(open_devices), all=len(devices))
+    largest = max(free.gpu_milli.get(device.uuid, 0) for device in healthy)
+    return NoShareFree(node=node.name, needed_milli=milli, largest_free_milli=max(0, largest), all=len(devices))
+
+
+def _smallest(devices: Sequence[Accelerator], number: int) -> list[Accelerator]:
+    """Whole GPUs: of one model if one has enough free, the smallest memory that does, then by uuid."""
+    of_model = Counter((device.memory_mib, device.model) for device in devices)
+    enough = sorted(key for key, count in of_model.items() if count >= number)
+    ordered = sorted(devices, key=lambda device: (device.memory_mib, device.model, device.uuid))
+    if enough:
+        ordered = [device for device in ordered if (device.memory_mib, device.model) == enough[0]]
+    return ordered[:number]
+
+
+def _fullest(devices: Sequence[Accelerator], free: Free) -> Accelerator:
+    """A share: the GPU that is most used already and still has room, so that whole ones stay free."""
+    return min(devices, key=lambda device: (free.gpu_milli[device.uuid], device.memory_mib, device.uuid))
+
+
+def _by_uuid(devices: Iterable[Accelerator]) -> list[Accelerator]:
+    return sorted(devices, key=lambda device: device.uuid)
+
+
+def _score(devices: tuple[DeviceShare, ...], node: Node, free: Free) -> Score:
+    memory = {device.uuid: device.memory_mib for device in node.capabilities.accelerators}
+    taken = sum(share.milli for share in devices)
+    return Score(
+        own_replicas=0,
+        share_left_milli=sum(free.gpu_milli[share.uuid] - share.milli for share in devices),
+        device_memory_mib=sum(memory[share.uuid] for share in devices),
+        gpus_left_milli=max(0, sum(free.gpu_milli.values()) - taken),
+        replicas_there=sum(len(indexes) for indexes in free.replicas.values()),
+    )

@@ -1,0 +1,276 @@
+"""Why a node was passed over: one value per reason, with its numbers, and the sentences that people read.
+
+Refusals are values, not errors: any node that is asked can compute them again from the same state (P6, P9).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeAlias, assert_never
+
+from gpulayer.model.replica import Reason
+from gpulayer.model.units import MILLI, format_gpus, format_size
+
+# What fits a line of a terminal; the rest is a matter for `job explain`.
+GROUPS_SHOWN = 4
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotPlaceable:
+    """Nothing new goes there now: a mark, or what was observed (`reason`)."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameJobAlreadyThere:
+    """The job spreads over nodes (spread=node)."""
+
+    node: str
+    replica: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldForEarlier:
+    """The node is kept for a job that has been passed over too often (plan.PASSED_OVER_MAX)."""
+
+    node: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingLabel:
+    node: str
+    key: str
+    needed: str
+    there: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoAccelerators:
+    node: str
+    needed_milli: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongAcceleratorKind:
+    node: str
+    needed: str
+    there: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongVendor:
+    node: str
+    needed: str
+    there: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongModel:
+    node: str
+    needed: tuple[str, ...]
+    there: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLittleGpuMemory:
+    """`largest_mib` is what the largest GPU would give: all of its memory, or the share's part of it."""
+
+    node: str
+    needed_mib: int
+    largest_mib: int
+    needed_milli: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnhealthyDevices:
+    """Enough GPUs that match, but too few that are well."""
+
+    node: str
+    needed_milli: int
+    healthy: int
+    all: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotEnoughGpusFree:
+    """Whole GPUs: `free` and `all` count those that match."""
+
+    node: str
+    needed: int
+    free: int
+    all: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoShareFree:
+    node: str
+    needed_milli: int
+    largest_free_milli: int
+    all: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooFewCpus:
+    node: str
+    needed_milli: int
+    free_milli: int
+    all_milli: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLittleMemory:
+    node: str
+    needed_mib: int
+    free_mib: int
+    all_mib: int
+
+
+Refusal: TypeAlias = (
+    NotPlaceable
+    | SameJobAlreadyThere
+    | HeldForEarlier
+    | MissingLabel
+    | NoAccelerators
+    | WrongAcceleratorKind
+    | WrongVendor
+    | WrongModel
+    | TooLittleGpuMemory
+    | UnhealthyDevices
+    | NotEnoughGpusFree
+    | NoShareFree
+    | TooFewCpus
+    | TooLittleMemory
+)
+
+
+def code_of(refusal: Refusal) -> str:
+    """A stable word for programs: the class's name, as in `not_enough_gpus_free`."""
+    name = type(refusal).__name__
+    return "".join("_" + char.lower() if char.isupper() else char for char in name).lstrip("_")
+
+
+def is_permanent(refusal: Refusal) -> bool:
+    """It could not run there even if the node were empty: only another node, or less asked for, helps."""
+    match refusal:
+        case NotEnoughGpusFree(needed=needed, all=all_gpus):
+            return needed > all_gpus
+        case TooFewCpus(needed_milli=needed, all_milli=all_milli):
+            return needed > all_milli
+        case TooLittleMemory(needed_mib=needed, all_mib=all_mib):
+            return needed > all_mib
+        case MissingLabel() | NoAccelerators() | WrongAcceleratorKind() | WrongVendor() | WrongModel():
+            return True
+        case TooLittleGpuMemory():
+            return True
+        case NotPlaceable() | SameJobAlreadyThere() | HeldForEarlier() | UnhealthyDevices() | NoShareFree():
+            return False
+        case _:
+            assert_never(refusal)
+
+
+def explain(refusal: Refusal) -> str:
+    """One sentence: `0 of 1 GPU free on n1`."""
+    return _sentence(refusal, refusal.node)
+
+
+def _sentence(refusal: Refusal, where: str) -> str:
+    match refusal:
+        case NotPlaceable(reason=reason):
+            return f"nothing is placed on {where}: {reason}"
+        case SameJobAlreadyThere(replica=replica):
+            return f"replica {replica} of this job is on {where} already (spread=node)"
+        case HeldForEarlier(job=job):
+            return f"{where} is kept for job {job}, which has waited longer"
+        case MissingLabel(key=key, needed=needed, there=None):
+            return f"label {key}={needed} is not on {where}"
+        case MissingLabel(key=key, needed=needed, there=there):
+            return f"label {key} is {there} on {where}, {needed} needed"
+        case NoAccelerators(needed_milli=needed):
+            return f"no GPU on {where}, {format_gpus(needed)} needed"
+        case WrongAcceleratorKind(needed=needed, there=kinds):
+            return f"GPUs on {where} are {_listed(kinds)}, {needed} needed"
+        case WrongVendor(needed=needed, there=vendors):
+            return f"GPUs on {where} are from {_listed(vendors)}, {needed} needed"
+        case WrongModel(needed=patterns, there=models):
+            return f"GPUs on {where} are {_listed(models)}, {' or '.join(patterns)} needed"
+        case TooLittleGpuMemory(needed_mib=needed, largest_mib=largest, needed_milli=milli) if milli < MILLI:
+            share = format_gpus(milli)
+            return f"{share} of the largest GPU on {where} has {format_size(largest)}, {format_size(needed)} needed"
+        case TooLittleGpuMemory(needed_mib=needed, largest_mib=largest):
+            return f"largest GPU on {where} has {format_size(largest)}, {format_size(needed)} needed"
+        case UnhealthyDevices(healthy=healthy, all=all_gpus, why=why):
+            return f"{healthy} of {_gpus(all_gpus)} healthy on {where} ({_listed(why)})"
+        case NotEnoughGpusFree(needed=needed, free=free, all=all_gpus):
+            # What is needed goes without saying where none is free and one would do.
+            more = "" if needed == 1 else f", {needed} needed"
+            return f"{free} of {_gpus(all_gpus)} free on {where}{more}"
+        case NoShareFree(needed_milli=needed, largest_free_milli=free, all=all_gpus):
+            most = f"at most {format_gpus(free)} of one GPU" if free else f"0 of {_gpus(all_gpus)}"
+            return f"{most} free on {where}, {format_gpus(needed)} needed"
+        case TooFewCpus(needed_milli=needed, free_milli=free, all_milli=all_milli):
+            return f"{_cpus(free)} of {_cpus(all_milli)} CPUs free on {where}, {_cpus(needed)} needed"
+        case TooLittleMemory(needed_mib=needed, free_mib=free, all_mib=all_mib):
+            amounts = f"{format_size(max(0, free))} of {format_size(all_mib)}"
+            return f"{amounts} memory free on {where}, {format_size(needed)} needed"
+        case _:
+            assert_never(refusal)
+
+
+def summary(refusals: Iterable[Refusal]) -> str:
+    """All of them in one line, equal ones together, the most frequent first: `1 node: 0 of 1 GPU free on n1`."""
+    refusals = sorted(set(refusals), key=lambda refusal: (refusal.node, code_of(refusal)))
+    if not refusals:
+        return "no node is known yet"
+    grouped: dict[Refusal, list[str]] = {}
+    for refusal in refusals:
+        grouped.setdefault(replace(refusal, node=""), []).append(refusal.node)
+    told = sorted(
+        ((-len(nodes), _sentence(refusal, _listed(nodes))) for refusal, nodes in grouped.items()),
+    )
+    sentences = [sentence for _, sentence in told[:GROUPS_SHOWN]]
+    if len(told) > GROUPS_SHOWN:
+        others = -sum(count for count, _ in told[GROUPS_SHOWN:])
+        sentences.append(f"other reasons on {others} more")
+    nodes = len({refusal.node for refusal in refusals})
+    text = f"{nodes} node{'' if nodes == 1 else 's'}: " + "; ".join(sentences)
+    return f"cannot ever run here: {text}" if all(map(is_permanent, refusals)) else text
+
+
+def waiting_reason(refusals: Iterable[Refusal]) -> Reason:
+    """What a waiting replica says of itself."""
+    refusals = tuple(refusals)
+    if not refusals:
+        hint = "it is placed as soon as a node has joined"
+    elif all(map(is_permanent, refusals)):
+        hint = "ask for less, or add a node that has it; `gpulayer job explain JOB` has every node"
+    elif all(isinstance(refusal, SameJobAlreadyThere) or is_permanent(refusal) for refusal in refusals):
+        hint = "add a node, or submit with --spread any so that replicas may share one"
+    else:
+        hint = "it starts by itself as soon as there is room; `gpulayer job explain JOB` has every node"
+    return Reason(code="no_capacity", text=summary(refusals), hint=hint)
+
+
+def _listed(words: Iterable[str]) -> str:
+    words = list(words)
+    shown = ", ".join(words[:NAMES_SHOWN])
+    return shown if len(words) <= NAMES_SHOWN else f"{shown} and {len(words) - NAMES_SHOWN} more"
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU" if number == 1 else f"{number} GPUs"
+
+
+def _cpus(milli: int) -> str:
+    return f"{max(0, milli) / MILLI:g}"
+
+
+def counted(words: Iterable[str]) -> tuple[str, ...]:
+    """Models and the like, each once, in order of name, with how often where that is more than once."""
+    return tuple(word if number == 1 else f"{number} x {word}" for word, number in sorted(Counter(words).items()))

@@ -1,0 +1,177 @@
+"""What a sandbox and a shim's hello tell a starting daemon about an attempt, in the words of the core. Pure, but for
+the clocks.
+
+Files and answers may be of another version of the shim: what is missing or strange is taken for what is safe.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from gpulayer.core.replica.messages import (
+    FoundRun,
+    Order,
+)
+from gpulayer.model.ids import AttemptId
+from gpulayer.model.replica import Exit
+from gpulayer.runtime.processes import Leftovers
+from gpulayer.runtime.shim_link import (
+    ShimProcess,
+    boot_id,
+)
+from gpulayer.shim import notes
+
+Json: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDisk:
+    """One sandbox as a starting daemon reads it."""
+
+    attempt: AttemptId
+    content: Json
+    shim: ShimProcess | None
+    """Living, if that process is indeed a shim (the link finds out)."""
+    records: list[notes.RunRecord]
+
+    def is_of_boot(self, this_boot: str) -> bool:
+        return bool(self.records) and self.records[-1].marker.get("boot_id") == this_boot
+
+    def leftovers(self) -> Leftovers:
+        last = self.records[-1]
+        cgroup = self.content.get("cgroup")
+        return Leftovers(
+            run_id=run_id_from(self.attempt, last.run, last.marker),
+            pid=last.marker.get("pid"),
+            start_time=last.marker.get("start_time"),
+            cgroup=cgroup if isinstance(cgroup, str) else None,
+        )
+
+    def first_started_seconds_ago(self) -> float | None:
+        for record in self.records:
+            began = record.marker.get("attempt_started_boottime")
+            if isinstance(began, int | float) and record is self.records[-1]:
+                return max(_boottime() - float(began), 0.0)
+        return _seconds_ago(self.records[0].marker) if self.records else None
+
+
+def run_id_of(attempt: AttemptId, run: int, boot: str) -> str:
+    """New for every run, and after a reboot; can be told from a run's marker alone."""
+    return f"{attempt}.{run}-{boot[:8]}"
+
+
+def wants_port(order: Order) -> bool:
+    """A batch is awaited by nobody, so nobody would know its port."""
+    return order.spec.kind == "service" and order.spec.port
+
+
+def exit_of(run: int, note: Mapping[str, Any]) -> Exit:
+    """An exit note, from the file or an event, of this or another version of the shim."""
+    code, signal_number = note.get("code"), note.get("signal")
+    return Exit(
+        run=run,
+        code=code if isinstance(code, int) else None,
+        signal=signal_number if isinstance(signal_number, int) else None,
+        ended_by=str(note.get("ended_by", "itself")),
+        ended_at_utc=number(note.get("ended_at_utc"), 0.0),
+        uptime_seconds=number(note.get("uptime_seconds"), 0.0),
+        left_background=int(number(note.get("left_background"), 0)),
+        left_names=tuple(str(name) for name in note.get("left_names") or ()),
+    )
+
+
+def found_run(disk: OnDisk, hello: Json | None, this_boot: str) -> FoundRun | None:
+    """The newest run of an attempt whose shim lives."""
+    if hello is None:  # it does not answer; what it wrote is all there is
+        return _found_from_marker(disk, alive_unless_noted=True)
+    current, number = hello.get("run"), hello.get("last_run")
+    record = next((each for each in disk.records if each.run == number), None)
+    if not isinstance(number, int) or number < 1:
+        return None
+    marker = {**(record.marker if record is not None else {}), **(current if isinstance(current, dict) else {})}
+    last_exit = hello.get("last_exit")
+    alive = isinstance(current, dict)
+    return _found(
+        number,
+        marker,
+        alive=alive,
+        exit=exit_of(number, last_exit) if not alive and isinstance(last_exit, dict) else None,
+        gone=hello.get("gone") is True and not alive,
+        stopping=str(marker.get("stopping") or "") if alive else "",
+    )
+
+
+def found_dead_run(disk: OnDisk, this_boot: str, *, gone: bool) -> FoundRun | None:
+    """The newest run of an attempt whose shim does not live: its note, or what is known without one."""
+    if not disk.records:
+        return None
+    run, marker, note = disk.records[-1]
+    if note is not None:
+        exit = exit_of(run, note)
+    elif marker.get("boot_id") != this_boot:
+        exit = Exit(run=run, ended_by="interrupted", ended_at_utc=time.time())
+    else:
+        ago = _seconds_ago(marker)
+        exit = Exit(run=run, ended_by="supervisor_killed", ended_at_utc=time.time(), uptime_seconds=ago)
+    return _found(run, marker, alive=False, exit=exit, gone=gone, stopping="")
+
+
+def _found_from_marker(disk: OnDisk, *, alive_unless_noted: bool) -> FoundRun | None:
+    if not disk.records:
+        return None
+    run, marker, note = disk.records[-1]
+    exit = exit_of(run, note) if note is not None else None
+    return _found(run, marker, alive=alive_unless_noted and exit is None, exit=exit, gone=False, stopping="")
+
+
+def _found(
+    run: int, marker: Mapping[str, Any], *, alive: bool, exit: Exit | None, gone: bool, stopping: str
+) -> FoundRun:
+    note = marker.get("note")
+    counts = note if isinstance(note, dict) else {}
+    # A shim that keeps no note: each run but the first was a restart, as far as anyone knows.
+    restarts = int(number(counts.get("restarts"), run - 1))
+    pid, port = marker.get("pid"), marker.get("port")
+    return FoundRun(
+        run=run,
+        pid=pid if isinstance(pid, int) else None,
+        port=port if isinstance(port, int) else None,
+        started_at_utc=number(marker.get("started_at_utc"), 0.0),
+        started_seconds_ago=_seconds_ago(marker),
+        restarts=max(0, min(restarts, run - 1)),
+        failures=max(0, int(number(counts.get("failures"), 0))),
+        restart_serial=int(number(marker.get("restart_serial"), 0)),
+        alive=alive,
+        exit=exit,
+        gone=gone,
+        stopping=stopping,
+    )
+
+
+def run_id_from(attempt: AttemptId, run: int, marker: Mapping[str, Any]) -> str:
+    return run_id_of(attempt, run, str(marker.get("boot_id", "")))
+
+
+def _seconds_ago(marker: Mapping[str, Any]) -> float:
+    """By the clock that goes on while the host sleeps, where the run is of this boot; else by the calendar."""
+    started = marker.get("started_boottime")
+    if isinstance(started, int | float) and marker.get("boot_id", boot_id()) == boot_id():
+        return max(_boottime() - float(started), 0.0)
+    return max(time.time() - number(marker.get("started_at_utc"), time.time()), 0.0)
+
+
+def _boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float(default)
+
+
+def signal_number(name: object) -> int:
+    known = getattr(signal, f"SIG{name}", None) if isinstance(name, str) else None
+    return int(known) if isinstance(known, signal.Signals) else int(signal.SIGTERM)

@@ -1,0 +1,255 @@
+"""From fork to exec: a run starts clean, and a start that fails says what was wrong with what.
+
+The child owes its run: a session of its own, default signals and an empty mask, an empty stdin, no descriptor but 0,
+1 and 2, oom_score_adj 0, nice 0, umask 022, the daemon's original limit of open files, its cgroup. What it could not
+do, and why an exec failed, comes back through a pipe that closes by itself when the exec succeeds.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import stat
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+
+# Where a command is looked for if its environment has no PATH.
+PATH_DEFAULT = "/usr/local/bin:/usr/bin:/bin"
+_ALL_SIGNALS = sorted(signal.valid_signals())
+
+
+class Command(NamedTuple):
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+
+
+class Launched(NamedTuple):
+    pid: int
+    report_fd: int
+    """Reads the child's report; at its end the command has been executed, or the child is dead."""
+
+
+class Report(NamedTuple):
+    """What the child said between fork and exec."""
+
+    cgroup_errno: int
+    failed_step: str
+    """Empty if the command was executed, else "chdir", "exec" or "prepare"."""
+    failed_errno: int
+    failed_path: str
+
+
+def launch(
+    command: Command, *, stdout_fd: int, stderr_fd: int, cgroup: str | None, nofile: tuple[int, int] | None
+) -> Launched:
+    """Forks. The caller closes stdout_fd and stderr_fd. OSError: there is no child."""
+    report_read, report_write = os.pipe2(os.O_CLOEXEC)
+    # Blocked across the fork: a signal in the child would be handled by the shim's handlers, which share its wakeup
+    # pipe.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(command, stdout_fd, stderr_fd, report_write, cgroup, nofile)
+    except BaseException:
+        os.close(report_read)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(report_write)
+    os.set_blocking(report_read, False)
+    return Launched(pid, report_read)
+
+
+def parse_report(raw: bytes) -> Report:
+    report: Json = {}
+    for line in raw.splitlines():
+        report.update(json.loads(line))
+    return Report(
+        cgroup_errno=report.get("cgroup_errno", 0),
+        failed_step=report.get("step", ""),
+        failed_errno=report.get("errno", 0),
+        failed_path=report.get("path", ""),
+    )
+
+
+def explain(command: Command, report: Report) -> tuple[str, str]:
+    """The code and the sentence for a run that was not executed."""
+    name, why = command.argv[0], os.strerror(report.failed_errno)
+    if report.failed_step == "chdir":
+        return "bad_workdir", f"cannot enter the working directory {command.cwd}: {why}"
+    if report.failed_step != "exec" or report.failed_errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return "spawn_failed", f"cannot start {name!r}: {why}"
+    return "bad_command", _explain_exec(command, report.failed_path, report.failed_errno)
+
+
+def _explain_exec(command: Command, path: str, error: int) -> str:
+    name = command.argv[0]
+    if not path:
+        return f"command {name!r} was not found in PATH ({command.env.get('PATH', PATH_DEFAULT)})"
+    seen_from_cwd = os.path.join(command.cwd, path)
+    try:
+        status = os.stat(seen_from_cwd)
+    except OSError as reason:
+        relative = "" if os.path.isabs(path) else f" (working directory {command.cwd})"
+        return f"command {path!r}{relative}: {os.strerror(reason.errno or error)}"
+    if stat.S_ISDIR(status.st_mode):
+        return f"command {path!r} is a directory, not a program"
+    if error == errno.ENOENT:
+        interpreter = _interpreter(seen_from_cwd)
+        if interpreter:
+            return f"command {path!r} begins with #!{interpreter}, and there is no such interpreter"
+        return f"command {path!r} needs a loader that is not on this host (built for another system?)"
+    if error == errno.EACCES:
+        if not status.st_mode & 0o111:
+            return f"command {path!r} is not executable (mode {stat.S_IMODE(status.st_mode):04o}): chmod +x it"
+        interpreter = _interpreter(seen_from_cwd)
+        also = f", or its interpreter {interpreter} may not" if interpreter else ""
+        return f"command {path!r} may not be executed{also}: permission denied, or on a file system mounted noexec"
+    if error == errno.ENOEXEC:
+        return f"command {path!r} is not a program for this host: no #! line, or built for another architecture"
+    if error == errno.E2BIG:
+        return f"command {path!r}: its arguments and environment are too long for this host"
+    return f"cannot execute {path!r}: {os.strerror(error)}"
+
+
+def _interpreter(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            first_line = file.readline(256)
+    except OSError:
+        return ""
+    words = first_line[2:].split() if first_line.startswith(b"#!") else []
+    return os.fsdecode(words[0]) if words else ""
+
+
+def _become(
+    command: Command, stdout_fd: int, stderr_fd: int, report_fd: int, cgroup: str | None, nofile: tuple[int, int] | None
+) -> NoReturn:
+    """The child's way to exec. Never returns and never raises: two shims on one socket would be a disaster."""
+    step, path = "prepare", ""
+    try:
+        os.setsid()
+        # 0 is /dev/null already; the others are above 2, since the shim keeps 0, 1 and 2 occupied.
+        os.dup2(stdout_fd, 1)
+        os.dup2(stderr_fd, 2)
+        # Before anything that may hang (a dead network file system): the child must not hold the shim's lock or socket.
+        _close_all_but(report_fd)
+        _reset_signals()
+        if cgroup is not None:
+            _join(cgroup, report_fd)
+        _reset_priorities()
+        if nofile is not None:
+            _restore_nofile(nofile)
+        os.umask(0o022)
+        step = "chdir"
+        os.chdir(command.cwd)
+        step = "exec"
+        _execute(command)
+    except _NotExecuted as failure:
+        path = failure.path
+        _tell(report_fd, {"step": step, "errno": failure.errno, "path": path})
+    except OSError as error:
+        _tell(report_fd, {"step": step, "errno": error.errno or 0, "path": path})
+    except BaseException:  # noqa: BLE001
+        _tell(report_fd, {"step": step, "errno": 0, "path": path})
+    finally:
+        os._exit(127)
+
+
+class _NotExecuted(Exception):
+    def __init__(self, path: str, errno_: int) -> None:
+        super().__init__(path)
+        self.path = path
+        self.errno = errno_
+
+
+def _execute(command: Command) -> NoReturn:
+    name = command.argv[0]
+    if "/" in name:
+        candidates = [name]
+    else:
+        directories = command.env.get("PATH", PATH_DEFAULT).split(":")
+        candidates = [os.path.join(directory or ".", name) for directory in directories if name]
+    refused = _NotExecuted(name if "/" in name else "", errno.ENOENT)
+    for candidate in candidates:
+        try:
+            os.execve(candidate, command.argv, command.env)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+                # Not there: look on. There, but it cannot be executed: the user should hear of it if nothing better
+                # comes.
+                is_there = not refused.path and os.path.exists(candidate) and not os.path.isdir(candidate)
+                if is_there or "/" in name:
+                    refused = _NotExecuted(candidate, error.errno)
+                continue
+            refused = _NotExecuted(candidate, error.errno or 0)
+            break
+    raise refused
+
+
+def _close_all_but(kept_fd: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd != kept_fd:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # the listing's own
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in _ALL_SIGNALS:
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            try:
+                signal.signal(number, signal.SIG_DFL)
+            except (OSError, ValueError):
+                pass  # kept by the C library for itself
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _join(cgroup: str, report_fd: int) -> None:
+    try:
+        fd = os.open(f"{cgroup}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"0")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        _tell(report_fd, {"cgroup_errno": error.errno})
+
+
+def _reset_priorities() -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except OSError:
+        pass  # a lower priority than 0 was given to the daemon, and only root may take that back
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"0")
+        finally:
+            os.close(fd)
+    except OSError:
+        pass  # as above
+
+
+def _restore_nofile(nofile: tuple[int, int]) -> None:
+    soft, hard = nofile
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    except (OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if hard != resource.RLIM_INFINITY:
+            soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _tell(report_fd: int, report: Json) -> None:
+    os.write(report_fd, json.dumps(report).encode() + b"\n")

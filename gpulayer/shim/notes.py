@@ -1,0 +1,124 @@
+"""runs/NNNNNN: one file per run. Its first half, the marker, is durable before the run is executed; its second half,
+the exit note, before the exit is reported.
+
+The file has its full size from the start, so that a disk that fills up meanwhile cannot swallow the exit. A marker
+without an exit note, whose process is gone, is a run that was interrupted (the shim died with it, or the host did). A
+file without a marker is a run that was never executed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import Any, NamedTuple, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+
+# A half is one block of the usual file systems: the note lies in a block of its own, and overwriting it needs no new
+# one. (A copy-on-write file system may need one all the same; there the reservation is worth less.)
+HALF_BYTES = 4096
+RUNS_KEPT = 20
+
+
+class RunRecord(NamedTuple):
+    run: int
+    marker: Json
+    exit: Json | None
+
+
+def create(runs_fd: int, run: int, marker: Json) -> int:
+    """Makes the file of a run durable, marker included, and gives its descriptor. OSError: nothing was left behind."""
+    content = _half(marker)
+    name = _name(run)
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=runs_fd)
+    try:
+        _reserve(fd)
+        _write_at(fd, content, 0)
+        os.fsync(fd)
+        os.fsync(runs_fd)
+    except BaseException:
+        os.close(fd)
+        os.unlink(name, dir_fd=runs_fd)
+        raise
+    return fd
+
+
+def amend_marker(fd: int, marker: Json) -> None:
+    """What is known only after the fork (pid, start time). Not synced: the marker that counts is."""
+    _write_at(fd, _half(marker), 0)
+
+
+def write_exit(fd: int, note: Json) -> None:
+    _write_at(fd, _half(note), HALF_BYTES)
+    os.fdatasync(fd)
+
+
+def read(path: str) -> RunRecord | None:
+    """None if the file is not there or has no marker."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(2 * HALF_BYTES)
+    except OSError:
+        return None
+    marker = _parse(content[:HALF_BYTES])
+    name = os.path.basename(path)
+    if marker is None or not name.isdigit():
+        return None
+    return RunRecord(run=int(name), marker=marker, exit=_parse(content[HALF_BYTES:]))
+
+
+def read_all(runs_directory: str) -> list[RunRecord]:
+    """Every run that is still noted, oldest first."""
+    records = (read(os.path.join(runs_directory, _name(run))) for run in numbers(runs_directory))
+    return [record for record in records if record is not None]
+
+
+def numbers(runs_directory: str | int) -> list[int]:
+    """The numbers of all files, those without a marker too: a number is never used twice."""
+    try:
+        return sorted(int(name) for name in os.listdir(runs_directory) if name.isdigit())
+    except OSError:
+        return []
+
+
+def prune(runs_fd: int, keep: int = RUNS_KEPT) -> None:
+    for run in numbers(runs_fd)[: -keep or None]:
+        try:
+            os.unlink(_name(run), dir_fd=runs_fd)
+        except OSError:
+            return  # housekeeping: the next run tries again
+
+
+def _name(run: int) -> str:
+    return f"{run:06d}"
+
+
+def _half(content: Json) -> bytes:
+    encoded = json.dumps(content, separators=(",", ":")).encode()
+    if len(encoded) >= HALF_BYTES:
+        raise ValueError(f"a run's note would take {len(encoded)} bytes, and there are {HALF_BYTES}")
+    return encoded.ljust(HALF_BYTES - 1) + b"\n"
+
+
+def _parse(half: bytes) -> Json | None:
+    try:
+        content = json.loads(half)
+    except ValueError:
+        return None  # zeros, or torn by a power failure: as good as not written
+    return content if isinstance(content, dict) else None
+
+
+def _reserve(fd: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, 2 * HALF_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        _write_at(fd, bytes(2 * HALF_BYTES), 0)
+
+
+def _write_at(fd: int, content: bytes, offset: int) -> None:
+    written = os.pwrite(fd, content, offset)
+    if written != len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

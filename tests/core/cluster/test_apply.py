@@ -1,0 +1,450 @@
+"""What each command does to the state, and what none of them may ever do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpulayer.core.cluster.apply import EVENTS_PER_ENTRY_MAX, Accepted, Rejected, apply
+from gpulayer.core.cluster.commands import (
+    CommitPlan,
+    CreateCluster,
+    CreateToken,
+    ForgetJobs,
+    LogEntry,
+    Placement,
+    ReplicaReleased,
+    RestartReplicas,
+    RevokeToken,
+    StopJob,
+)
+from gpulayer.model.ids import JobId, NodeId, TokenId
+from gpulayer.model.replica import DeviceShare, Outcome, Reason
+from tests.core.cluster.states import (
+    CANCELLED,
+    Act,
+    Cluster,
+    admit,
+    batch,
+    ended,
+    failed,
+    gpu,
+    histories,
+    service,
+    shuffled,
+    submit,
+    succeeded,
+)
+
+WEB = JobId("j-web")
+
+
+def one_gpu() -> Cluster:
+    return Cluster(CreateCluster(cluster_id="c-1"), admit("n1", gpu("g0")))
+
+
+def rejected(cluster: Cluster) -> Rejected:
+    result = cluster.applied[-1].result
+    assert isinstance(result, Rejected), result
+    return result
+
+
+def accepted(cluster: Cluster) -> Accepted:
+    result = cluster.applied[-1].result
+    assert isinstance(result, Accepted), result
+    return result
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_created_once_only() -> None:
+    cluster = Cluster(CreateCluster(cluster_id="c-1"))
+    assert cluster.kinds == ["cluster.created"]
+    cluster.do(CreateCluster(cluster_id="c-2"))
+    assert rejected(cluster).code == "refused"
+    assert cluster.state.cluster_id == "c-1"
+
+
+def test_a_known_node_is_changed_and_keeps_its_time_of_admission() -> None:
+    cluster = one_gpu()
+    first = cluster.state.nodes[NodeId("n-n1")]
+    cluster.do(admit("n1", gpu("g0"), gpu("g1")))
+    assert cluster.kinds == ["node.changed"]
+    assert "has 2 accelerators" in cluster.applied[-1].events[0].text
+    assert cluster.state.nodes[NodeId("n-n1")].admitted_at_utc == first.admitted_at_utc
+    cluster.do(admit("n1", gpu("g0"), gpu("g1")))
+    assert cluster.kinds == [], "nothing changed, nothing is said"
+
+
+def test_a_node_name_in_use_is_refused_with_the_one_who_has_it() -> None:
+    cluster = one_gpu()
+    cluster.do(replace(admit("n1"), node=NodeId("n-other")))
+    assert "n-n1" in rejected(cluster).message
+
+
+def test_a_device_listed_twice_by_its_node_is_refused() -> None:
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g0")))
+    assert rejected(cluster).code == "invalid_request"
+    assert not cluster.state.nodes
+
+
+# --- submit -------------------------------------------------------------------------------------------------------
+
+
+def test_a_submitted_job_waits_with_all_its_replicas() -> None:
+    cluster = one_gpu()
+    cluster.do(submit(service(replicas=2)))
+    assert accepted(cluster) == Accepted(job=WEB, name="web")
+    assert [replica.assignment for replica in cluster.job().replicas] == [None, None]
+    assert cluster.kinds == ["job.submitted"]
+
+
+def test_an_explicit_name_in_use_is_refused_and_free_again_once_the_job_ended() -> None:
+    cluster = Cluster(submit(service()), submit(service(), "j-other"))
+    assert rejected(cluster).code == "refused"
+    assert rejected(cluster).message == "name web is in use by job j-web"
+    cluster.do(StopJob(job=WEB, reason=CANCELLED), submit(service(), "j-other"))
+    assert accepted(cluster).name == "web"
+
+
+def test_a_derived_name_gets_a_suffix_within_the_length_of_names() -> None:
+    long = "x" * 63
+    cluster = Cluster(*(submit(service(long), f"j-{number}", name_is_derived=True) for number in range(3)))
+    assert [cluster.job(f"j-{number}").name for number in range(3)] == [long, "x" * 61 + "-2", "x" * 61 + "-3"]
+    assert cluster.job("j-1").spec.name == cluster.job("j-1").name
+
+
+def test_the_same_key_and_request_answers_with_the_first_job() -> None:
+    cluster = Cluster(submit(service(), idempotency_key="k", request_digest="d"))
+    cluster.do(submit(service(), "j-again", idempotency_key="k", request_digest="d"))
+    assert accepted(cluster) == Accepted(job=WEB, name="web", replayed=True)
+    assert list(cluster.state.jobs) == [WEB]
+
+
+def test_the_same_key_for_another_request_is_a_conflict() -> None:
+    cluster = Cluster(submit(service(), idempotency_key="k", request_digest="d"))
+    cluster.do(submit(service("other"), idempotency_key="k", request_digest="e"))
+    assert rejected(cluster).code == "idempotency_conflict"
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_copies_what_the_replica_holds_into_its_assignment() -> None:
+    cluster = one_gpu()
+    cluster.do(submit(service(gpus=0.5, cpus_milli=2000, memory_mib=100)))
+    cluster.plan()
+    assignment = cluster.job().replicas[0].assignment
+    assert assignment is not None
+    assert assignment.devices == (DeviceShare(uuid="g0", milli=500),)
+    assert (assignment.cpus_milli, assignment.memory_mib, assignment.attempt) == (2000, 100, 1)
+    assert cluster.kinds == ["replica.assigned"]
+    assert "replica 0 of web placed on n1 with 0.5 GPU" in cluster.applied[-1].events[0].text
+
+
+def placement(job: str = "j-web", **more: object) -> Placement:
+    fields = {"revision": 1, "replica": 0, "attempt": 1, "node": NodeId("n-n1")} | more
+    fields.setdefault("devices", (DeviceShare(uuid="g0", milli=1000),))
+    return Placement(job=JobId(job), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"job": "j-unknown"},
+        {"revision": 2},
+        {"replica": 7},
+        {"attempt": 2},
+        {"node": NodeId("n-unknown")},
+        {"devices": ()},
+        {"devices": (DeviceShare(uuid="g9", milli=1000),)},
+        {"devices": (DeviceShare(uuid="sick", milli=1000),)},
+        {"devices": (DeviceShare(uuid="g0", milli=500),)},
+    ],
+)
+def test_a_placement_that_no_longer_holds_is_dropped(wrong: dict[str, object]) -> None:
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("sick", unhealthy="too hot")), submit(service(gpus=1)))
+    made = placement(**wrong)  # type: ignore[arg-type]
+    cluster.do(CommitPlan(based_on=cluster.state.index, placements=(made,)))
+    assert accepted(cluster).dropped == (made,)
+    assert cluster.job().replicas[0].assignment is None
+
+
+def test_two_placements_of_one_plan_never_share_a_whole_gpu() -> None:
+    """T01: the second is dropped and waits; it is not started without its GPU."""
+    cluster = one_gpu()
+    cluster.do(submit(service("a", gpus=1)), submit(service("b", gpus=1)))
+    both = (placement("j-a"), placement("j-b"))
+    cluster.do(CommitPlan(based_on=cluster.state.index, placements=both))
+    assert accepted(cluster).dropped == (both[1],)
+    assert cluster.job("j-b").replicas[0].assignment is None
+
+
+def test_a_plan_does_not_place_what_is_being_stopped() -> None:
+    cluster = one_gpu()
+    cluster.do(submit(service(gpus=1)))
+    made = CommitPlan(based_on=cluster.state.index, placements=(placement(),))
+    cluster.do(StopJob(job=WEB, reason=CANCELLED), made)
+    assert accepted(cluster).dropped == made.placements
+
+
+def test_spread_over_nodes_is_checked_again_by_the_log() -> None:
+    cluster = Cluster(admit("n1"), submit(service(replicas=2)))
+    both = tuple(placement(replica=index, devices=()) for index in (0, 1))
+    cluster.do(CommitPlan(based_on=cluster.state.index, placements=both))
+    assert accepted(cluster).dropped == (both[1],)
+
+
+def test_cpus_and_memory_are_checked_again_by_the_log() -> None:
+    cluster = Cluster(admit("n1", cpus=4), submit(service("a", cpus_milli=3000)), submit(service("b", cpus_milli=3000)))
+    both = (placement("j-a", devices=()), placement("j-b", devices=()))
+    cluster.do(CommitPlan(based_on=cluster.state.index, placements=both))
+    assert accepted(cluster).dropped == (both[1],)
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def running(spec_: object = None, *, nodes: int = 1) -> Cluster:
+    cluster = Cluster(*(admit(f"n{number}", gpu(f"g{number}")) for number in range(1, nodes + 1)))
+    cluster.do(submit(spec_ or service(gpus=1), "j-web"))  # type: ignore[arg-type]
+    cluster.plan()
+    return cluster
+
+
+def test_what_an_ended_replica_held_is_free_only_when_it_is_released() -> None:
+    """T80: a GPU is free again when no process of the old replica is left, not when its end is known."""
+    cluster = running()
+    cluster.do(ended(failed(), released=False), submit(service("next", gpus=1)))
+    cluster.plan()
+    assert cluster.job("j-next").replicas[0].assignment is None
+    assert cluster.job().is_live
+    cluster.do(ReplicaReleased(job=WEB, replica=0, attempt=1))
+    assert cluster.kinds == ["replica.released", "job.ended"]
+    cluster.plan()
+    assert cluster.job("j-next").replicas[0].assignment is not None
+
+
+def test_the_job_says_which_replica_ended_and_how() -> None:
+    """T34: failed, and why."""
+    cluster = running()
+    cluster.do(ended(failed(3, restarts=3)))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert (outcome.result, outcome.restarts) == ("failed", 3)
+    assert outcome.reason.code == "exit_nonzero"
+    assert outcome.reason.text == "replica 0 ended: exit code 3 after 3 restarts"
+    assert outcome.exit is not None
+    assert outcome.exit.code == 3
+    assert cluster.kinds == ["replica.ended", "replica.released", "job.stopping", "job.ended"]
+
+
+def test_a_replica_that_ended_for_good_stops_the_others_and_gives_the_job_its_outcome() -> None:
+    cluster = running(service(replicas=3, gpus=1), nodes=2)
+    cluster.do(ended(failed()))
+    first, second, third = cluster.job().replicas
+    assert first.assignment is None
+    assert second.assignment is not None
+    assert second.assignment.withdrawn is not None
+    assert second.assignment.withdrawn.code == "replica_ended"
+    assert third.outcome is not None, "it had never been placed"
+    assert third.outcome.reason.code == "replica_ended"
+    assert cluster.job().is_live
+    cluster.do(ended(Outcome(result="cancelled", reason=Reason(code="replica_ended")), replica=1))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "failed"
+
+
+def test_with_keep_a_failed_replica_ends_alone() -> None:
+    """T38, T39: one that fails takes nothing along where that was asked for."""
+    cluster = running(service(replicas=2, gpus=1, on_replica_end="keep"), nodes=2)
+    cluster.do(ended(failed()))
+    other = cluster.job().replicas[1].assignment
+    assert other is not None
+    assert other.withdrawn is None
+    assert cluster.job().is_live
+    cluster.do(ended(succeeded(), replica=1))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "failed"
+    assert outcome.reason.text.startswith("replica 0 ended")
+
+
+def test_a_batch_succeeds_when_every_replica_exited_zero() -> None:
+    cluster = running(batch(replicas=2, gpus=1), nodes=2)
+    cluster.do(ended(succeeded()))
+    assert cluster.job().is_live
+    cluster.do(ended(succeeded(), replica=1))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "succeeded"
+
+
+def test_a_failed_replica_of_a_batch_stops_the_others() -> None:
+    cluster = running(batch(replicas=2, gpus=1), nodes=2)
+    cluster.do(ended(failed(), replica=1))
+    first = cluster.job().replicas[0].assignment
+    assert first is not None
+    assert first.withdrawn is not None
+    assert cluster.job().stopping is not None
+
+
+def test_a_batch_that_keeps_runs_on_and_fails_at_its_end() -> None:
+    cluster = running(batch(replicas=2, gpus=1, on_replica_end="keep"), nodes=2)
+    cluster.do(ended(failed(), replica=1))
+    assert cluster.job().stopping is None
+    cluster.do(ended(succeeded()))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "failed"
+
+
+def test_a_report_said_twice_is_accepted_and_changes_nothing() -> None:
+    cluster = running(service(replicas=2, gpus=1, on_replica_end="keep"), nodes=2)
+    cluster.do(ended(failed()))
+    before = cluster.job()
+    cluster.do(ended(failed()))
+    assert isinstance(accepted(cluster), Accepted)
+    assert cluster.job() == before
+    cluster.do(ended(succeeded()))
+    assert "ended already" in rejected(cluster).message, "the first outcome stays"
+
+
+def test_a_second_report_that_differs_still_releases() -> None:
+    """A daemon that died between the end and the release may tell it in other words; its GPU must not stay held."""
+    cluster = running()
+    cluster.do(ended(failed(3), released=False), ended(failed(4), released=True))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.exit is not None
+    assert outcome.exit.code == 3
+
+
+def test_a_report_about_another_attempt_changes_nothing() -> None:
+    cluster = running()
+    before = cluster.job()
+    cluster.do(ended(failed(), attempt=2))
+    assert rejected(cluster).message == "replica 0 of web is at attempt 1, not at attempt 2"
+    cluster.do(ReplicaReleased(job=WEB, replica=0, attempt=1))
+    assert rejected(cluster).message == "replica 0 of web has not ended"
+    assert cluster.job() == before
+
+
+# --- stop, restart, forget ----------------------------------------------------------------------------------------
+
+
+def test_stopping_a_job_that_was_never_placed_ends_it_at_once() -> None:
+    cluster = Cluster(submit(service()), StopJob(job=WEB, reason=CANCELLED))
+    assert cluster.kinds == ["job.stopping", "job.ended"]
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "cancelled"
+
+
+def test_stopping_a_running_job_withdraws_and_waits_for_the_release() -> None:
+    cluster = running()
+    cluster.do(StopJob(job=WEB, reason=CANCELLED))
+    assignment = cluster.job().replicas[0].assignment
+    assert assignment is not None
+    assert assignment.withdrawn == CANCELLED
+    cluster.do(StopJob(job=WEB, reason=CANCELLED))
+    assert accepted(cluster).job == WEB
+    assert cluster.kinds == [], "said twice is told once"
+    cluster.do(ended(failed(143)))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "cancelled", "how it died does not matter: it was told to"
+    cluster.do(StopJob(job=WEB, reason=CANCELLED), seconds_later=180)
+    assert "job web ended already (cancelled 3m ago" in rejected(cluster).message
+
+
+def test_a_restart_is_counted_on_the_replica_and_its_assignment() -> None:
+    cluster = running(service(replicas=2, gpus=1))
+    cluster.do(RestartReplicas(job=WEB, replicas=(0,)))
+    assert cluster.kinds == ["replica.restart_requested"]
+    replica = cluster.job().replicas[0]
+    assert replica.assignment is not None
+    assert replica.restart_serial == replica.assignment.restart_serial == 1
+    cluster.do(RestartReplicas(job=WEB, replicas=(1,)))
+    assert "waits for a place" in rejected(cluster).message
+    cluster.do(RestartReplicas(job=WEB, replicas=(0, 1)))
+    assert len(accepted(cluster).skipped) == 1
+    cluster.do(StopJob(job=WEB, reason=CANCELLED), RestartReplicas(job=WEB, replicas=(0,)))
+    assert rejected(cluster).message == "job web is stopping"
+
+
+def test_only_ended_jobs_are_forgotten() -> None:
+    cluster = Cluster(submit(service("a")), submit(service("b")), StopJob(job=JobId("j-a"), reason=CANCELLED))
+    cluster.do(ForgetJobs(jobs=(JobId("j-a"), JobId("j-b"))))
+    assert list(cluster.state.jobs) == ["j-b"]
+    cluster.do(ForgetJobs(jobs=(JobId("j-b"),)))
+    assert rejected(cluster).code == "refused"
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_created_once_and_revoked_once() -> None:
+    create = CreateToken(token=TokenId("t-1"), role="admin", digest="d", label="laptop")
+    cluster = Cluster(create)
+    assert cluster.kinds == ["token.created"]
+    assert "d" not in dict(cluster.applied[-1].events[0].data)
+    cluster.do(create)
+    assert rejected(cluster).code == "refused"
+    cluster.do(RevokeToken(token=TokenId("t-1")))
+    assert not cluster.state.tokens
+    cluster.do(RevokeToken(token=TokenId("t-1")))
+    assert rejected(cluster).code == "not_found"
+
+
+# --- laws ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_out_of_order_is_our_own_mistake() -> None:
+    cluster = one_gpu()
+    with pytest.raises(AssertionError):
+        apply(cluster.state, LogEntry(index=9, term=1, at_utc=0.0, command=CreateCluster(cluster_id="c")))
+
+
+def test_cluster_time_never_goes_back() -> None:
+    cluster = one_gpu()
+    before = cluster.state.time_utc
+    for at_utc in (-5.0, float("nan"), float("inf")):
+        entry = LogEntry(index=cluster.state.index + 1, term=1, at_utc=at_utc, command=RevokeToken(token=TokenId("t")))
+        assert apply(cluster.state, entry).state.time_utc == before
+
+
+def test_more_events_than_an_entry_has_numbers_for_are_folded() -> None:
+    cluster = Cluster(admit("n1"), submit(service(replicas=1100, spread="any")))
+    while any(replica.assignment is None for replica in cluster.job().replicas):
+        cluster.plan()
+    events = cluster.do(RestartReplicas(job=WEB, replicas=tuple(range(1100)))).events
+    assert len(events) == EVENTS_PER_ENTRY_MAX
+    assert events[-1].text == "and 101 more of the same"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories(), st.integers(0, 1000))
+def test_any_history_keeps_what_must_hold_whatever_the_order_of_the_mappings(history: list[Act], seed: int) -> None:
+    """Sense or nonsense: nothing raises, check() holds after each entry (Cluster.do), a rejected command changes
+    nothing but the entry's own numbers, and two voters with differently filled mappings agree."""
+    cluster = Cluster()
+    for act in history:
+        before = cluster.state
+        command = act(before)
+        applied = cluster.do(command)
+        entry = LogEntry(index=before.index + 1, term=1, at_utc=before.time_utc + 1.0, command=command)
+        assert apply(shuffled(before, seed), entry) == applied
+        assert [event.seq for event in applied.events] == [
+            entry.index * EVENTS_PER_ENTRY_MAX + k for k in range(len(applied.events))
+        ]
+        assert all(event.text for event in applied.events)
+        if isinstance(applied.result, Rejected):
+            assert applied.result.message
+            assert not applied.events
+            assert applied.state == replace(before, index=entry.index, term=1, time_utc=entry.at_utc)

@@ -1,0 +1,175 @@
+"""The states and reasons that people see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpulayer.core.cluster.commands import StopJob
+from gpulayer.core.cluster.hints import HINTS, hint_for
+from gpulayer.core.cluster.view import JOB_STATES, JobView, job_view
+from gpulayer.core.placement.plan import waiting_reasons
+from gpulayer.model.cluster import ClusterState
+from gpulayer.model.ids import AttemptId, JobId, ReplicaId
+from gpulayer.model.job import JobSpec
+from gpulayer.model.replica import REASON_CODES, Endpoint, Exit, Outcome, Reason, ReplicaStatus
+from tests.core.cluster.states import CANCELLED, Cluster, admit, batch, ended, failed, gpu, service, states, submit
+
+REPLICA_STATES = ("waiting", "assigned", "starting", "ready", "unready", "backing_off", "stopping", "ended")
+
+
+def placed(spec: JobSpec, nodes: int = 2) -> Cluster:
+    cluster = Cluster(*(admit(f"n{number}", gpu(f"g{number}")) for number in range(1, nodes + 1)))
+    cluster.do(submit(spec, "j-web"))
+    cluster.plan()
+    return cluster
+
+
+def says(index: int, state: Any, **more: Any) -> ReplicaStatus:
+    return ReplicaStatus(attempt=AttemptId(ReplicaId(JobId("j-web"), index), 1), state=state, **more)
+
+
+def view(cluster: Cluster, *statuses: ReplicaStatus, now_utc: float = 100.0) -> JobView:
+    state = cluster.state
+    return job_view(
+        cluster.job(),
+        {status.attempt: status for status in statuses},
+        waiting_reasons(state, {}),
+        node_names={node.id: node.name for node in state.nodes.values()},
+        now_utc=now_utc,
+    )
+
+
+def test_every_reason_code_has_a_remedy() -> None:
+    assert set(HINTS) == set(REASON_CODES)
+    assert all(hint_for(code) for code in [*REASON_CODES, "of_a_newer_node"])
+
+
+def test_a_job_that_nothing_can_run_waits_and_says_why() -> None:
+    """T01: the reason has the numbers and the node."""
+    cluster = placed(service("first", gpus=1), nodes=1)
+    cluster.do(submit(service("second", gpus=1), "j-second"))
+    seen = job_view(cluster.job("j-second"), {}, waiting_reasons(cluster.state, {}), node_names={}, now_utc=0.0)
+    assert seen.state == "waiting"
+    assert seen.reason is not None
+    assert seen.reason.code == "no_capacity"
+    assert "0 of 1 GPU free on n1" in seen.reason.text
+    assert seen.reason.hint
+    assert seen.replicas[0].next == "starts as soon as there is room"
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (("assigned", "assigned"), "starting"),
+        (("starting", "assigned"), "starting"),
+        (("ready", "starting"), "degraded"),
+        (("ready", "ready"), "running"),
+        (("ready", "unready"), "degraded"),
+        (("backing_off", "unready"), "starting"),
+    ],
+)
+def test_the_state_of_a_service_follows_from_its_replicas(states: tuple[str, str], expected: str) -> None:
+    cluster = placed(service(replicas=2, gpus=1))
+    seen = view(cluster, *(says(index, state, run=1, pid=7) for index, state in enumerate(states)))
+    assert seen.state == expected
+    assert (seen.reason is None) == (expected == "running")
+
+
+def test_a_batch_runs_once_every_replica_has_started() -> None:
+    cluster = placed(batch(replicas=2, gpus=1))
+    assert view(cluster, says(0, "starting", run=1, pid=7)).state == "starting"
+    seen = view(cluster, says(0, "starting", run=1, pid=7), says(1, "starting", run=1, pid=8))
+    assert (seen.state, seen.reason) == ("running", None)
+
+
+def test_a_replica_that_backs_off_says_when_it_starts_again_and_what_went_wrong() -> None:
+    cluster = placed(service(gpus=1))
+    exit = Exit(run=4, code=3)
+    seen = view(cluster, says(0, "backing_off", run=4, restarts=3, next_start_at_utc=106.4, last_exit=exit))
+    replica = seen.replicas[0]
+    assert replica.reason is not None
+    assert (replica.reason.code, replica.reason.text) == ("exit_nonzero", "exit code 3")
+    assert (replica.next, replica.restarts, replica.node) == ("restarts in 7 s", 3, "n1")
+    assert seen.reason == replica.reason
+
+
+def test_an_endpoint_is_shown_only_while_the_replica_is_ready() -> None:
+    """P5: a status that still carries one after the order to stop does not list it."""
+    cluster = placed(service(gpus=1))
+    endpoint = Endpoint(address="10.0.0.1", port=20001)
+    assert view(cluster, says(0, "ready", endpoint=endpoint)).replicas[0].endpoint == endpoint
+    assert view(cluster, says(0, "unready", endpoint=endpoint)).replicas[0].endpoint is None
+    cluster.do(StopJob(job=JobId("j-web"), reason=CANCELLED))
+    seen = view(cluster, says(0, "ready", endpoint=endpoint))
+    assert (seen.state, seen.replicas[0].state, seen.replicas[0].endpoint) == ("stopping", "stopping", None)
+    assert "SIGTERM" in seen.replicas[0].next
+
+
+def test_a_replica_that_cannot_be_killed_is_stopping_with_its_pid() -> None:
+    cluster = placed(service(gpus=1))
+    cluster.do(StopJob(job=JobId("j-web"), reason=CANCELLED))
+    stuck = Reason(code="unkillable", text="pid 77 is in state D")
+    cluster.do(ended(Outcome(result="cancelled", reason=CANCELLED), released=False))
+    replica = view(cluster, says(0, "stopping", pid=77, reason=stuck)).replicas[0]
+    assert (replica.state, replica.pid) == ("stopping", 77)
+    assert replica.reason is not None
+    assert replica.reason.text == stuck.text
+
+
+def test_with_keep_the_service_is_degraded_by_an_ended_replica() -> None:
+    cluster = placed(service(replicas=2, gpus=1, on_replica_end="keep"))
+    cluster.do(ended(failed(3, restarts=2)))
+    seen = view(cluster, says(1, "ready"))
+    assert seen.state == "degraded"
+    assert seen.reason is not None
+    assert seen.reason.text.startswith("1 of 2 replicas ready; replica 0: ")
+    first = seen.replicas[0]
+    assert (first.state, first.node, first.restarts) == ("ended", "n1", 2)
+    assert first.last_exit == Exit(run=1, code=3)
+
+
+def test_an_ended_job_says_how_it_ended() -> None:
+    cluster = placed(service(gpus=1))
+    cluster.do(ended(failed(3)))
+    seen = view(cluster)
+    assert seen.state == "failed"
+    assert seen.reason is not None
+    assert seen.reason.text == "replica 0 ended: exit code 3"
+    assert "logs" in seen.reason.hint
+
+
+_status_fields = st.fixed_dictionaries(
+    {
+        "state": st.sampled_from(REPLICA_STATES),
+        "reason": st.sampled_from([None, Reason(code="port_taken")]),
+        "run": st.integers(0, 3),
+        "pid": st.sampled_from([None, 7]),
+        "next_start_at_utc": st.sampled_from([None, 0.0, 1e9]),
+        "last_exit": st.sampled_from([None, Exit(run=1, code=0), Exit(run=1, signal=9), Exit(run=1)]),
+    }
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(states(), st.lists(_status_fields, min_size=1, max_size=4))
+def test_every_state_but_a_good_one_has_a_reason_with_a_remedy(state: ClusterState, said: list[dict[str, Any]]) -> None:
+    """P9, whatever nodes say of attempts, whatever the log holds."""
+    reasons = waiting_reasons(state, {})
+    for job in state.jobs.values():
+        statuses: Mapping[AttemptId, ReplicaStatus] = {
+            replica.assignment.id: ReplicaStatus(attempt=replica.assignment.id, **said[replica.index % len(said)])
+            for replica in job.replicas
+            if replica.assignment is not None
+        }
+        seen = job_view(job, statuses, reasons, node_names={}, now_utc=50.0)
+        assert seen.state in JOB_STATES
+        for one in (seen, *seen.replicas):
+            if one.state not in ("running", "ready"):
+                assert one.reason is not None, one
+                assert one.reason.code in REASON_CODES
+                assert one.reason.hint

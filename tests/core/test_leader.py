@@ -1,0 +1,197 @@
+"""When a leader plans, and what it lets the cluster forget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpulayer.core import leader as leader_module
+from gpulayer.core.cluster.commands import Command, CommitPlan, ForgetJobs, ReplicaReleased, StopJob
+from gpulayer.core.leader import (
+    ANSWERS_KEPT_SECONDS,
+    ENDED_JOBS_KEPT_SECONDS,
+    ENDED_JOBS_MAX,
+    FORGET_BATCH,
+    FORGET_INTERVAL,
+    RETRY_DELAY,
+    Leader,
+    PlaceableChanged,
+    ProposalFailed,
+    StateAdvanced,
+    Tick,
+    overdue,
+)
+from gpulayer.model.cluster import ClusterState, Job
+from gpulayer.model.ids import JobId, NodeId
+from gpulayer.model.units import NEVER, Instant
+from tests.core.cluster.states import (
+    CANCELLED,
+    Act,
+    Cluster,
+    admit,
+    ended,
+    failed,
+    gpu,
+    histories,
+    service,
+    submit,
+)
+
+NOW = Instant(1000.0)
+
+
+class Led:
+    """A cluster with its leader; what it proposes is committed only when the test says so."""
+
+    def __init__(self, *commands: Command) -> None:
+        self.cluster = Cluster()
+        self.leader = Leader(NodeId("n-n1"))
+        self.proposed: list[Command] = []
+        self.now = NOW
+        self.do(*commands)
+
+    def do(self, *commands: Command) -> None:
+        for command in commands:
+            self.cluster.do(command)
+            self.step(StateAdvanced(state=self.cluster.state))
+
+    def step(self, event: StateAdvanced | PlaceableChanged | ProposalFailed | Tick) -> None:
+        self.proposed += [effect.command for effect in self.leader.step(event, self.now)]
+        self.leader.check()
+
+    def commit(self) -> Command:
+        command = self.proposed.pop(0)
+        self.do(command)
+        return command
+
+
+def test_a_submitted_job_is_placed_by_one_plan() -> None:
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    assert len(led.proposed) == 1
+    led.commit()
+    assert led.cluster.job().replicas[0].assignment is not None
+    assert not led.proposed
+
+
+def test_one_plan_is_in_flight_at_a_time() -> None:
+    led = Led(admit("n1"), submit(service("a")), submit(service("b")), submit(service("c")))
+    assert len(led.proposed) == 1
+    led.commit()
+    (second,) = led.proposed
+    assert isinstance(second, CommitPlan)
+    assert [placement.job for placement in second.placements] == ["j-b", "j-c"]
+
+
+def test_a_job_that_waits_is_planned_again_only_when_something_it_waits_for_changed() -> None:
+    led = Led(admit("n1", gpu("g0")), submit(service("a", gpus=1)))
+    led.commit()
+    led.do(submit(service("b", gpus=1)))
+    last = led.leader.last_plan
+    assert last is not None
+    for _ in range(3):
+        led.now = Instant(led.now + 100)
+        led.step(Tick())
+        led.step(StateAdvanced(state=led.cluster.state))
+    assert led.leader.last_plan is last, "nothing changed, nothing was computed"
+    led.do(ended(failed(), job="j-a", released=False))
+    assert not led.proposed, "its end is known, but the GPU is not free yet"
+    led.do(ReplicaReleased(job=JobId("j-a"), replica=0, attempt=1))
+    assert len(led.proposed) == 1
+
+
+def test_a_node_that_opens_is_planned_for() -> None:
+    led = Led()
+    led.step(PlaceableChanged(placeable={NodeId("n-n1"): "starting"}))
+    led.do(admit("n1"), submit(service()))
+    assert not led.proposed
+    led.step(PlaceableChanged(placeable={NodeId("n-n1"): ""}))
+    assert len(led.proposed) == 1
+
+
+def test_a_plan_that_failed_is_made_again_after_a_moment() -> None:
+    led = Led(admit("n1"), submit(service()))
+    failed_plan = led.proposed.pop()
+    led.step(ProposalFailed(command=failed_plan))
+    assert not led.proposed, "not at once: a full disk would make it spin"
+    assert led.leader.deadline == NOW + RETRY_DELAY
+    led.now = led.leader.deadline
+    led.step(Tick())
+    assert len(led.proposed) == 1
+
+
+def test_a_plan_that_was_dropped_whole_is_not_made_again_from_the_same_state() -> None:
+    led = Led(admit("n1"), submit(service()))
+    made = led.proposed.pop()
+    led.cluster.do(StopJob(job=JobId("j-web"), reason=CANCELLED), made)
+    led.step(StateAdvanced(state=led.cluster.state))
+    assert not led.proposed
+    led.do(submit(service("next")))
+    assert len(led.proposed) == 1, "what came of the plan is known, the next one may be made"
+
+
+def test_an_idle_leader_has_no_deadline() -> None:
+    assert Led(admit("n1")).leader.deadline == NEVER
+
+
+def test_ended_jobs_and_old_answers_are_forgotten_after_their_keeping_time() -> None:
+    led = Led(
+        submit(service("a"), idempotency_key="k", request_digest="d"), StopJob(job=JobId("j-a"), reason=CANCELLED)
+    )
+    assert not led.proposed
+    led.cluster.do(submit(service("b")), seconds_later=ANSWERS_KEPT_SECONDS)
+    led.now = Instant(NOW + FORGET_INTERVAL)
+    led.step(StateAdvanced(state=led.cluster.state))
+    assert led.proposed == [ForgetJobs(answers=("k",))]
+    led.commit()
+    led.cluster.do(submit(service("c")), seconds_later=ENDED_JOBS_KEPT_SECONDS)
+    led.step(StateAdvanced(state=led.cluster.state))
+    assert not led.proposed, "looked a moment ago"
+    led.now = led.leader.deadline
+    led.step(Tick())
+    assert led.proposed == [ForgetJobs(jobs=(JobId("j-a"),))]
+    led.commit()
+    assert not led.proposed
+
+
+def test_beyond_their_number_the_oldest_ended_jobs_go_first_in_batches() -> None:
+    made = Cluster(submit(service("a")), StopJob(job=JobId("j-a"), reason=CANCELLED)).job("j-a")
+    jobs: dict[JobId, Job] = {}
+    for number in range(ENDED_JOBS_MAX + FORGET_BATCH + 5):
+        job_id = JobId(f"j-{number}")
+        jobs[job_id] = replace(made, id=job_id, ended_at_utc=float(number))
+    state = ClusterState(index=5, jobs=jobs)
+    command = overdue(state)
+    assert command.jobs == tuple(JobId(f"j-{number}") for number in range(FORGET_BATCH))
+    leader = Leader(NodeId("n-n1"))
+    (first,) = leader.step(StateAdvanced(state=state), NOW)
+    assert first.command == command
+    left = {job_id: job for job_id, job in jobs.items() if job_id not in command.jobs}
+    (second,) = leader.step(StateAdvanced(state=replace(state, index=6, jobs=left)), NOW)
+    assert isinstance(second.command, ForgetJobs)
+    assert len(second.command.jobs) == 5, "the batch was full: the rest follows without waiting a minute"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories(), st.lists(st.sampled_from(["commit", "fail", "wait", "tick"]), min_size=1, max_size=10))
+def test_whatever_happens_nothing_that_fits_waits_in_the_end(history: list[Act], fates: list[str]) -> None:
+    """Proposals that are late, lost or overtaken; once they get through, the queue holds only what has no place."""
+    led = Led(admit("n1", gpu("g0")))
+    for number, act in enumerate(history):
+        led.do(act(led.cluster.state))
+        match fates[number % len(fates)]:
+            case "commit" if led.proposed:
+                led.commit()
+            case "fail" if led.proposed:
+                led.step(ProposalFailed(command=led.proposed.pop(0)))
+            case "tick":
+                led.now = Instant(led.now + 0.5)
+                led.step(Tick())
+    for _ in range(20):
+        led.now = Instant(led.now + RETRY_DELAY)
+        led.step(Tick())
+        if led.proposed:
+            led.commit()
+    assert not led.proposed
+    assert not leader_module.plan(led.cluster.state, {}).placements
