@@ -388,6 +388,8 @@ class _Connection(TCPServer):
                 await self.protocol.initiate()
                 await self.idle_task.restart(self._task_group, self._idle_timeout)
                 await self._read_data()
+                # Else a client that is gone would hold its place until the time for its next header is over.
+                await self.idle_task.stop()
         finally:
             await self._close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,11 @@ from gpulayer.cli.render import clean, note, reason_text, say, say_json
 from gpulayer.client.sync import ENDED_STATES, Document, Job, LogLine, ended, is_all_ready, waiting_for
 from gpulayer.model.errors import GpulayerError, JobEnded, WaitTimeout
 from gpulayer.model.units import format_duration
+
+# Reasons that every healthy start passes through; worth words only when they stay.
+_AS_EVERY_START = frozenset(("starting", "not_listening"))
+_REMIND_SECONDS = 5.0
+_REMIND_SECONDS_MAX = 60.0
 
 # The last lines are on their way when the job is said to have ended; after this the rest is fetched.
 _LOG_END_SECONDS_MAX = 2.0
@@ -27,6 +33,7 @@ def until_ready(job: Job, wait_seconds: float | None, *, json: bool) -> None:
     """
     status: Document | None = None
     progress = _Progress()
+    progress.remind()
     try:
         for status in job.watch(wait_seconds):
             progress.tell(status)
@@ -37,7 +44,8 @@ def until_ready(job: Job, wait_seconds: float | None, *, json: bool) -> None:
                 _say_ready(status, json=json)
                 return
             gone = [replica for replica in status["replicas"] if replica["state"] == "ended"]
-            if gone and all(replica["state"] in ("ready", "ended") for replica in status["replicas"]):
+            others_are_ready = all(replica["state"] in ("ready", "ended") for replica in status["replicas"])
+            if gone and others_are_ready and status["on_replica_end"] == "keep":
                 _say_last_lines({"replicas": gone})
                 raise JobEnded(
                     f"job {job.name} is {status['state']}: task {gone[0]['index']} has ended for good"
@@ -51,6 +59,8 @@ def until_ready(job: Job, wait_seconds: float | None, *, json: bool) -> None:
         ) from None
     except KeyboardInterrupt:
         raise _left_running(job) from None
+    finally:
+        progress.end()
 
 
 def _left_running(job: Job) -> Interrupted:
@@ -80,18 +90,39 @@ def _say_last_lines(status: Mapping[str, Any]) -> None:
 
 
 class _Progress:
-    """One line per replica as it gets on; nothing twice."""
+    """One line per replica as it gets on, nothing twice; and where nothing happens for long, what it waits for."""
 
     def __init__(self) -> None:
         self._told: dict[int, str] = {}
         self._exits: dict[int, tuple[int, int]] = {}
         self._nodes: dict[int, tuple[str, int]] = {}
+        self._latest: Mapping[str, Any] | None = None
+        self._news_at = time.monotonic()
+        self._has_ended = threading.Event()
 
     def tell(self, status: Mapping[str, Any]) -> None:
+        self._latest = status
         for replica in status["replicas"]:
-            index = replica["index"]
             for words in self._news(replica):
-                note(f"task={index} {words}")
+                self._news_at = time.monotonic()
+                note(f"task={replica['index']} {words}")
+
+    def remind(self) -> None:
+        """From now on, until `end()`, say what is waited for whenever there was no news for a while."""
+        threading.Thread(target=self._remind, name="remind", daemon=True).start()
+
+    def end(self) -> None:
+        self._has_ended.set()
+
+    def _remind(self) -> None:
+        patience_seconds = _REMIND_SECONDS
+        reminded_of = self._news_at
+        while not self._has_ended.wait(1.0):
+            if self._news_at != reminded_of:
+                reminded_of, patience_seconds = self._news_at, _REMIND_SECONDS
+            if self._latest is not None and time.monotonic() - self._news_at >= patience_seconds:
+                note(f"still waiting: {clean(waiting_for(self._latest))}")
+                patience_seconds += min(patience_seconds, _REMIND_SECONDS_MAX)
 
     def _news(self, replica: Mapping[str, Any]) -> list[str]:
         index = replica["index"]
@@ -103,7 +134,8 @@ class _Progress:
         last_exit = replica["last_exit"]
         if last_exit:
             which = (replica["attempt"], last_exit["run"])
-            if self._exits.get(index) != which:
+            if self._exits.get(index) != which and replica["state"] not in ("backing_off", "ended"):
+                # In those two states the reason says it.
                 news.append(f"exited: {clean(last_exit['text'])}")
             self._exits[index] = which
         words = _state_words(replica)
@@ -123,9 +155,10 @@ def _state_words(replica: Mapping[str, Any]) -> str:
             return ""
         case "waiting":
             return f"waiting: {reason}" if reason else ""
+        case "starting" if not reason or replica["reason"]["code"] in _AS_EVERY_START:
+            return f"starting, run {replica['run']}" if replica["run"] else ""
         case "backing_off":
-            # `next` counts down; a line is printed once per run.
-            return f"restarting: {reason or 'it ended'} (restart {replica['restarts'] + 1})"
+            return f"restarting: {reason or 'it ended'}"
         case state:
             return f"{state}: {reason}" if reason else str(state)
 
@@ -169,8 +202,8 @@ class _Output(threading.Thread):
 
     def _show(self, line: LogLine) -> None:
         self._last = line.offset
-        if line.kind in ("run_started", "run_ended", "rotated"):
-            # The exit code and the last line say the same.
+        if line.kind not in ("output", "gap"):
+            # Starts and ends: the exit code, and the last line of this command, say the same.
             return
         text = log_text(line, self._prefixed) + "\n"
         stream = sys.stdout if line.stream == "stdout" else sys.stderr
@@ -186,6 +219,7 @@ def until_ended(job: Job, wait_seconds: float | None, *, replicas: int) -> int:
     output = _Output(job, prefixed=replicas > 1)
     output.start()
     waits_for: dict[int, str] = {}
+    status: Document | None = None
     try:
         for status in job.watch(wait_seconds):
             _tell_waiting(status, waits_for)
@@ -193,8 +227,9 @@ def until_ended(job: Job, wait_seconds: float | None, *, replicas: int) -> int:
                 output.finish()
                 return _own_exit_code(status)
     except WaitTimeout:
+        why = f": {waiting_for(status)}" if status is not None and status["state"] == "waiting" else ""
         raise WaitTimeout(
-            f"job {job.name} has not ended after {format_duration(wait_seconds or 0)}",
+            f"job {job.name} has not ended after {format_duration(wait_seconds or 0)}{why}",
             hint=f"it goes on: gpulayer job logs -f {job.name}; stop it with: gpulayer job cancel {job.name}",
         ) from None
     except KeyboardInterrupt:
@@ -217,13 +252,13 @@ def _own_exit_code(status: Mapping[str, Any]) -> int:
         return 0
     error = ended(status)
     note(f"gpulayer: {clean(error.message)}")
-    if error.hint:
-        note(f"hint: {clean(error.hint)}")
     exits = [replica["last_exit"] for replica in status["replicas"] if replica["last_exit"]]
     failed = [found for found in exits if found["code"] or found["signal"]]
     # The one that ended by itself is the cause; the others were stopped because of it.
     failed.sort(key=lambda found: found["ended_by"] != "itself")
     if not failed:
+        if error.hint:
+            note(f"hint: {clean(error.hint)}")
         return NOT_THE_JOBS_OWN
     first = failed[0]
     return int(first["code"]) if first["code"] else 128 + int(first["signal"])

@@ -144,8 +144,7 @@ def _say_reason(reason: Mapping[str, Any] | None, indent: str) -> None:
 
 def exit_text(last_exit: Mapping[str, Any]) -> str:
     """How a run ended, on one line."""
-    uptime = format_duration(round(last_exit["uptime_seconds"], 1))
-    return f"run {last_exit['run']}, {ago(last_exit['ended_at_utc'])} ago after {uptime}: {clean(last_exit['text'])}"
+    return f"run {last_exit['run']}: {clean(last_exit['text'])}, {ago(last_exit['ended_at_utc'])} ago"
 
 
 def job_events(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
+from gpulayer.core.base import Tick
 from gpulayer.core.cluster.commands import Command, CommitPlan, ForgetJobs, Placement
 from gpulayer.core.placement.fit import Free, free_of
 from gpulayer.core.placement.plan import Plan, plan, waiting_jobs, waiting_replicas
@@ -48,11 +49,6 @@ class ProposalFailed:
     """What was proposed was rejected, or is not known to be committed."""
 
     command: Command
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """The deadline has passed."""
 
 
 LeaderEvent: TypeAlias = StateAdvanced | PlaceableChanged | ProposalFailed | Tick

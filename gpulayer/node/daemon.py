@@ -50,7 +50,7 @@ from gpulayer.model.units import Instant
 from gpulayer.node.audit import audit_host
 from gpulayer.node.config import Config, UpOptions, load_config
 from gpulayer.node.notify import ServiceNotifier
-from gpulayer.node.voter import SoleVoter, open_voter
+from gpulayer.node.voter import Proposal, SoleVoter, open_voter
 from gpulayer.runtime.accelerators.declared import declared_accelerators
 from gpulayer.runtime.accelerators.detect import detect_host
 from gpulayer.runtime.drive import Inbox, drive
@@ -330,26 +330,27 @@ class Daemon:
         )
 
     def _commit_report(self, command: ReplicaEnded | ReplicaReleased) -> None:
+        """In the order of the effects: a release that overtakes its end would be refused."""
         assert self._nursery is not None
-        self._nursery.start_soon(self._report, command)
+        self._nursery.start_soon(self._report_answered, self._voter.propose_nowait(command))
 
-    async def _report(self, command: ReplicaEnded | ReplicaReleased) -> None:
+    async def _report_answered(self, proposal: Proposal) -> None:
         try:
-            await self.propose(command)
+            await proposal.wait()
         except GpulayerError as error:
-            # The agent sends it again while the log does not show it.
-            log.warning("report.not_committed", job=command.job, replica=command.replica, reason=error.message)
+            # The agent says it again while the log does not show it.
+            log.warning("report.not_committed", report=repr(proposal.command)[:200], reason=error.message)
 
     def _perform_leader(self, effect: Propose) -> None:
         assert self._nursery is not None
-        self._nursery.start_soon(self._propose_for_leader, effect)
+        self._nursery.start_soon(self._plan_answered, self._voter.propose_nowait(effect.command))
 
-    async def _propose_for_leader(self, effect: Propose) -> None:
+    async def _plan_answered(self, proposal: Proposal) -> None:
         try:
-            await self.propose(effect.command)
+            await proposal.wait()
         except GpulayerError as error:
             log.warning("plan.not_committed", reason=error.message)
-            self._leader_inbox.put_nowait(ProposalFailed(command=effect.command))
+            self._leader_inbox.put_nowait(ProposalFailed(command=proposal.command))
 
 
 class _Observed:

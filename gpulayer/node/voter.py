@@ -36,14 +36,28 @@ TRAILING_ENTRIES = 2_000
 
 
 @dataclass(slots=True, eq=False)
-class _Proposal:
+class Proposal:
+    """A command on its way into the log."""
+
     command: Command
-    done: trio.Event = field(default_factory=trio.Event)
-    answer: Accepted | GpulayerError | None = None
+    _done: trio.Event = field(default_factory=trio.Event)
+    _answer: Accepted | GpulayerError | None = None
+
+    @property
+    def is_resolved(self) -> bool:
+        return self._done.is_set()
 
     def resolve(self, answer: Accepted | GpulayerError) -> None:
-        self.answer = answer
-        self.done.set()
+        self._answer = answer
+        self._done.set()
+
+    async def wait(self) -> Accepted:
+        """The answer, or its error. A caller that is cancelled loses the answer, not the commit."""
+        await self._done.wait()
+        if isinstance(self._answer, GpulayerError):
+            raise self._answer
+        assert self._answer is not None
+        return self._answer
 
 
 class SoleVoter:
@@ -69,7 +83,7 @@ class SoleVoter:
         self._snapshot_index = 0
         self._on_events = on_events
         self._before_snapshot = before_snapshot
-        self._queue: deque[_Proposal] = deque()
+        self._queue: deque[Proposal] = deque()
         self._wakeup = trio.Event()
 
     @property
@@ -85,22 +99,20 @@ class SoleVoter:
 
         Raises what a Rejected says (nothing was written), or StorageFailed (it is not known to have happened).
         """
+        return await self.propose_nowait(command).wait()
+
+    def propose_nowait(self, command: Command) -> Proposal:
+        """Queue a command: the order of the calls is the order in the log. The answer is the proposal's to tell."""
+        proposal = Proposal(command)
         if self.failed is not None:
-            raise _again(self.failed)
-        if len(self._queue) >= QUEUE_MAX:
-            raise StorageFailed(
-                f"{QUEUE_MAX} commands wait for the disk already", hint="try again when it has caught up"
-            )
-        proposal = _Proposal(command)
-        self._queue.append(proposal)
-        self._wakeup.set()
-        # A caller that is cancelled loses the answer, not the commit: the writer owns the proposal now.
-        await proposal.done.wait()
-        answer = proposal.answer
-        if isinstance(answer, Accepted):
-            return answer
-        assert isinstance(answer, GpulayerError)
-        raise answer
+            proposal.resolve(_again(self.failed))
+        elif len(self._queue) >= QUEUE_MAX:
+            words = f"{QUEUE_MAX} commands wait for the disk already"
+            proposal.resolve(StorageFailed(words, hint="try again when it has caught up"))
+        else:
+            self._queue.append(proposal)
+            self._wakeup.set()
+        return proposal
 
     async def run(self) -> None:
         """Write what is queued, batch after batch, for good. After a storage failure every proposal is refused."""
@@ -116,10 +128,10 @@ class SoleVoter:
                     self.failed = error
                     log.error("voter.storage_failed", reason=error.message, hint=error.hint)
                 for proposal in batch:
-                    if not proposal.done.is_set():
+                    if not proposal.is_resolved:
                         proposal.resolve(_again(error))
 
-    async def _commit(self, batch: list[_Proposal]) -> None:
+    async def _commit(self, batch: list[Proposal]) -> None:
         if self.failed is not None:
             raise _again(self.failed)
         state, entries, answers = self.state.value, [], []

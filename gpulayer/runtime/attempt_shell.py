@@ -54,6 +54,7 @@ from gpulayer.runtime.ports import NoPort, Ports
 from gpulayer.runtime.processes import Leftovers
 from gpulayer.runtime.sandboxes import Sandboxes
 from gpulayer.runtime.shim_link import (
+    HELLO_SECONDS_MAX,
     ShimGone,
     ShimLink,
     ShimProcess,
@@ -78,6 +79,8 @@ START_SECONDS_MAX = 60.0
 STOP_ANSWER_SECONDS_MAX = 10.0
 LOG_ANSWER_SECONDS_MAX = 10.0
 QUIT_SECONDS_MAX = 10.0
+# Of a daemon's start, which one stopped shim should not hold up; it is connected to again later.
+FIRST_HELLO_SECONDS_MAX = 2.0
 # A shim that closes the connection is mostly dead, and its process is gone a moment later.
 DEATH_SECONDS_MAX = 1.0
 RECONNECT_PAUSE_SECONDS = (0.05, 5.0)
@@ -392,16 +395,16 @@ class AttemptShell:
     async def connect(self, shim: ShimProcess) -> Json:
         """The hello of a shim found at the start. ShimGone: it is none of ours. ShimSilent: it does not answer yet."""
         await self._begun.wait()
-        return await self._connect_and_follow(shim)
+        return await self._connect_and_follow(shim, timeout_seconds=FIRST_HELLO_SECONDS_MAX)
 
-    async def _connect_and_follow(self, shim: ShimProcess) -> Json:
+    async def _connect_and_follow(self, shim: ShimProcess, timeout_seconds: float = HELLO_SECONDS_MAX) -> Json:
         assert self._nursery is not None
         link = await ShimLink.connect(self._directory, shim, self._heard)
         self._shim = shim
         self._settled = trio.Event()
         self._nursery.start_soon(self._follow, link)
         try:
-            hello = await link.hello()
+            hello = await link.hello(timeout_seconds=timeout_seconds)
         except ShimSilent:
             await link.close()  # which lets the follower try again
             raise

@@ -164,7 +164,8 @@ class EventStore:
 
     async def flush(self) -> None:
         """Returns when all that was added before is durable, or was given up with a warning. Never raises."""
-        await self._ask(lambda: None, after=self._added)
+        with suppress(StorageFailed):  # closed: what was queued has been written by then
+            await self._ask(lambda: None, after=self._added)
 
     async def read(
         self, after: Offset | str | None = None, limit: int = 100, job: str | None = None

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulayer.core import leader as leader_module
+from gpulayer.core.base import Tick
 from gpulayer.core.cluster.commands import Command, CommitPlan, ForgetJobs, ReplicaReleased, StopJob
 from gpulayer.core.leader import (
     ANSWERS_KEPT_SECONDS,
@@ -20,7 +21,6 @@ from gpulayer.core.leader import (
     PlaceableChanged,
     ProposalFailed,
     StateAdvanced,
-    Tick,
     overdue,
 )
 from gpulayer.model.cluster import ClusterState, Job

@@ -40,7 +40,7 @@ from gpulayer.core.replica.messages import (
 from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import Assignment, DeviceShare
-from gpulayer.runtime import processes
+from gpulayer.runtime import attempt_shell, processes
 from gpulayer.runtime.shim_link import living_shim
 from gpulayer.runtime.supervisor import Supervisor
 from gpulayer.runtime.watch import Watch
@@ -112,6 +112,11 @@ class Daemon:
                 return those(await self.told.wait_for(lambda told: bool(those(told))))[0]
         except trio.TooSlowError:
             pytest.fail(f"no {kind.__name__} of run {run}; told: {self.told.value}")
+
+    def reasons(self, order: Order) -> dict[str, str]:
+        """What was found instead of its listener, by code."""
+        mine = [each.event for each in self.told.value if each.attempt == order.assignment.id]
+        return {each.reason.code: each.reason.text for each in mine if isinstance(each, ListenerMissing)}
 
     def kinds(self, order: Order) -> list[str]:
         """What was told of it, but for its port."""
@@ -235,6 +240,32 @@ async def test_an_exit_code_and_the_output_are_kept(daemon: Daemon) -> None:
     assert b"hello" in written
 
 
+async def test_a_stranger_on_its_port_is_named(daemon: Daemon) -> None:
+    order = an_order("sleep", "300", kind="service", port=True)
+    daemon.start_run(order)
+    port = (await daemon.event(order, RunStarted)).port
+    assert (await daemon.event(order, ListenerMissing)).reason.code == "not_listening"
+    with socket.create_server(("127.0.0.1", port or 0)):
+        await until(lambda: "port_taken" in daemon.reasons(order))
+    text = daemon.reasons(order)["port_taken"]
+    assert f"port {port} is held by pid {os.getpid()} (" in text
+
+
+async def test_a_child_that_listens_elsewhere_is_told_so(daemon: Daemon) -> None:
+    code = (
+        "import os,socket,time\n"
+        "if os.fork(): time.sleep(300)\n"
+        "os.setsid(); s=socket.create_server(('127.0.0.1',0)); open('child','w').write(str(s.getsockname()[1]))\n"
+        "time.sleep(300)"
+    )
+    order = python(code, kind="service", port=True)
+    daemon.start_run(order)
+    port = (await daemon.event(order, RunStarted)).port
+    actual = await child_pid(daemon, order)
+    await until(lambda: "listens_elsewhere" in daemon.reasons(order))
+    assert daemon.reasons(order)["listens_elsewhere"] == f"listens on 127.0.0.1:{actual} instead of $PORT {port}"
+
+
 async def test_each_run_has_a_new_port_and_the_old_one_is_free(daemon: Daemon) -> None:
     """T05, T50."""
     order = a_server()
@@ -339,6 +370,34 @@ async def test_a_shim_that_hangs_is_connected_to_again(data_dir: Path, nursery: 
         os.kill(shim, signal.SIGCONT)
     assert (await second.event(order, RunExited)).exit.signal == signal.SIGKILL
     await second.event(order, TreeGone)
+
+
+async def test_a_shim_that_does_not_answer_a_stop_is_ended_with_its_tree(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_shell, "STOP_ANSWER_SECONDS_MAX", 0.2)
+    order = an_order("sleep", "300")
+    daemon.start_run(order)
+    main = (await daemon.event(order, RunStarted)).pid
+    os.kill(shim_pid(daemon, order), signal.SIGSTOP)
+    daemon.stop_run(order)
+    await daemon.event(order, TreeGone)
+    assert not is_alive(main)
+    assert daemon.kinds(order) == ["RunStarted", "ShimDied", "TreeGone"]
+
+
+async def test_a_start_that_hangs_is_broken_off(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim is stopped before it can answer: neither a pid nor a failure comes, and yet the start has an end."""
+    monkeypatch.setattr(attempt_shell, "START_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(attempt_shell, "STOP_ANSWER_SECONDS_MAX", 0.2)
+    order = an_order("true")
+    daemon.start_run(order)
+    await daemon.event(order, TreeGone)
+    os.kill(shim_pid(daemon, order), signal.SIGSTOP)
+    daemon.start_run(order, 2)
+    await daemon.event(order, StartFailed, 2)
+    daemon.start_run(order, 3)
+    await daemon.event(order, TreeGone, 3)
 
 
 async def test_the_next_daemon_adopts_what_the_last_one_started(data_dir: Path, nursery: trio.Nursery) -> None:
@@ -598,8 +657,7 @@ async def test_discard_lets_the_shim_go_and_keeps_the_log(daemon: Daemon) -> Non
     written = b"".join(path.read_bytes() for path in daemon.supervisor.log_dir(order.assignment.id).iterdir())
     assert b"kept" in written
     assert b"the last word" in written
-    if content["cgroup"] is not None:
-        assert not Path(content["cgroup"]).exists()
+    await until(lambda: content["cgroup"] is None or not Path(content["cgroup"]).exists())
 
 
 async def test_a_line_said_before_there_is_a_shim_is_not_lost(daemon: Daemon) -> None:

@@ -117,6 +117,16 @@ def test_small_work_passes_a_job_that_does_not_fit_yet() -> None:
     assert why_not(made, "j-large") == ["1 of 2 GPUs free on n1, 2 needed"]
 
 
+def test_a_refusal_has_the_numbers_of_its_place_in_the_queue() -> None:
+    """What was answered to an equal job before something was placed is not said again."""
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g1")), submit(service("holder", gpus=1)))
+    cluster.plan()
+    cluster.do(submit(service("a", gpus=2)), submit(service("small", gpus=1)), submit(service("b", gpus=2)))
+    made = plan(cluster.state, {})
+    assert why_not(made, "j-a") == ["1 of 2 GPUs free on n1, 2 needed"]
+    assert why_not(made, "j-b") == ["0 of 2 GPUs free on n1, 2 needed"]
+
+
 def test_a_job_that_was_passed_over_too_often_gets_a_node_kept_for_it() -> None:
     cluster = Cluster(admit("n1", gpu("g0"), gpu("g1")), submit(service("holder", gpus=1)))
     cluster.plan()

@@ -1,0 +1,27 @@
+"""What a shim leaves on the disk and a daemon, perhaps after a power cut, reads: attempt.json, run notes, log records."""
+
+from __future__ import annotations
+
+import json
+
+from gpulayer.shim import log_format, notes, requests
+
+
+def one(data: bytes) -> None:
+    note = notes._parse(data)
+    assert note is None or isinstance(note, dict)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        content = None
+    if content is not None:
+        # These are what read_attempt turns into BadAttempt.
+        try:
+            requests._parse_attempt(content)
+        except (ValueError, TypeError, KeyError, requests.BadRequest):
+            pass
+    log_format.segment_offset(data)
+    position = 0
+    while position < min(len(data), 4096):
+        header = log_format.record_header(data, position)
+        position += 1 if header is None else max(1, header.payload_bytes)

@@ -1,0 +1,96 @@
+"""Who may do what: tokens and roles over TCP, the owner of the socket file, and names in the Host header (P11)."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.api.conftest import Daemon
+
+
+def test_without_a_token_nothing_but_health_is_answered(daemon: Daemon) -> None:
+    for method, path in (("GET", "/v1/status"), ("POST", "/v1/jobs"), ("GET", "/metrics"), ("GET", "/nothing")):
+        answer = daemon.ask(method, path, role="")
+        assert answer.status == 401
+        assert answer.json["code"] == "permission_denied"
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+    assert daemon.ask("GET", "/healthz", role="").body == b"ok\n"
+    assert daemon.ask("GET", "/readyz", role="").body == b"ready\n"
+
+
+@pytest.mark.parametrize("given", ["Bearer", "Bearer ", "Bearer gpl_wrong", "Basic Z3BsOmdwbA==", "gpl_x", "Bearer é"])
+def test_a_token_that_is_none_is_refused(daemon: Daemon, given: str) -> None:
+    answer = daemon.ask("GET", "/v1/status", role="", headers={"Authorization": given.encode("latin-1").decode("latin-1")})
+    assert answer.status == 401
+
+
+def test_each_role_may_do_its_own_and_no_more(daemon: Daemon) -> None:
+    may = {
+        "read": {"GET /v1/status"},
+        "submit": {"GET /v1/status", "POST /v1/jobs"},
+        "admin": {"GET /v1/status", "POST /v1/jobs", "POST /v1/tokens"},
+    }
+    bodies = {"POST /v1/jobs": {"command": ["true"]}, "POST /v1/tokens": {"role": "read"}}
+    for role, allowed in may.items():
+        for request in ("GET /v1/status", "POST /v1/jobs", "POST /v1/tokens", "DELETE /v1/tokens/x", "POST /v1/leave"):
+            method, path = request.split()
+            if request == "POST /v1/leave" and role == "admin":
+                continue
+            answer = daemon.ask(method, path, bodies.get(request), role=role)
+            if request in allowed:
+                assert answer.status in (200, 201), (role, request, answer)
+            elif not (role == "admin" and answer.status == 404):
+                assert answer.status == 403, (role, request, answer)
+                assert answer.json["code"] == "permission_denied"
+
+
+def test_a_role_is_judged_before_the_body_is_read(daemon: Daemon) -> None:
+    token = daemon.token("read")
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Length: 500000\r\n\r\n"
+    # Nothing of the body is sent, and the answer is there all the same.
+    with daemon_socket(daemon) as sock:
+        sock.sendall(head.encode())
+        assert sock.recv(1000).startswith(b"HTTP/1.1 403")
+
+
+def daemon_socket(daemon: Daemon):  # type: ignore[no-untyped-def]
+    import socket
+
+    return socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
+
+
+def test_a_revoked_token_is_of_no_use_any_more(daemon: Daemon) -> None:
+    made = daemon.ask("POST", "/v1/tokens", {"role": "read", "label": "for a day"})
+    assert made.status == 201
+    assert made.headers["cache-control"] == "no-store"
+    bearer = {"Authorization": f"Bearer {made.json['token']}"}
+    assert daemon.ask("GET", "/v1/status", role="", headers=bearer).status == 200
+    listed = daemon.ask("GET", "/v1/tokens").json["tokens"]
+    mine = next(token for token in listed if token["id"] == made.json["id"])
+    assert mine["label"] == "for a day"
+    assert "token" not in mine
+    assert "digest" not in mine
+    assert daemon.ask("DELETE", f"/v1/tokens/{mine['id']}").status == 204
+    assert daemon.ask("GET", "/v1/status", role="", headers=bearer).status == 401
+    assert daemon.ask("DELETE", f"/v1/tokens/{mine['id']}").status == 404
+
+
+def test_a_name_that_is_not_ours_is_refused_over_tcp(daemon: Daemon) -> None:
+    bearer = {"Authorization": f"Bearer {daemon.token('admin')}"}
+    for host in ("localhost", "LOCALHOST:7450", "127.0.0.1:1", "[::1]:7450", "[::1]"):
+        assert daemon.ask("GET", "/v1/status", role="", headers=bearer | {"Host": host}).status == 200, host
+    for host in ("evil.example", "evil.example:7450", "localhost.evil.example", "127.0.0.1.evil.example", ""):
+        answer = daemon.ask("GET", "/v1/status", role="", headers=bearer | {"Host": host})
+        assert answer.status == 400, host
+        assert "access-control-allow-origin" not in answer.headers
+    assert daemon.ask("GET", "/v1/status", headers={"Host": "anything"}).status == 200
+
+
+def test_the_socket_file_is_for_its_owner_alone(daemon: Daemon) -> None:
+    found = os.stat(daemon.socket_path)
+    assert stat.S_ISSOCK(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600

@@ -1,0 +1,221 @@
+"""Streams: complete, in order, to go on from any offset, over when there is no more, and harmless when nobody reads."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.api.conftest import Daemon
+
+
+def open_stream(daemon: Daemon, path: str, **headers: str) -> http.client.HTTPResponse:
+    connection = daemon.connect()
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    assert response.status == 200
+    return response
+
+
+def next_document(response: http.client.HTTPResponse) -> Any:
+    while True:
+        line = response.readline()
+        assert line, "the stream has ended"
+        if line.strip():
+            return json.loads(line)
+
+
+def output(lines: list[Any]) -> list[str]:
+    return [line["text"] for line in lines if line["kind"] == "output"]
+
+
+def test_a_followed_log_ends_with_its_job_and_has_the_last_line(daemon: Daemon) -> None:
+    job = daemon.submit("sh", "-c", "for i in 1 2 3; do echo $i; sleep 0.2; done; printf unfinished; exit 4")
+    lines = daemon.documents(f"/v1/jobs/{job}/logs?follow=1")
+    assert output(lines) == ["1", "2", "3", "unfinished"]
+    kinds = [line["kind"] for line in lines]
+    assert kinds.index("run_started") == 0
+    assert "run_ended" in kinds
+    assert {line["replica"] for line in lines} == {0}
+
+
+def test_following_begins_before_the_job_has_a_place(daemon: Daemon) -> None:
+    blocker = daemon.submit("sleep", "60", gpus=2)
+    daemon.wait_for(blocker, lambda status: status["state"] == "running")
+    job = daemon.submit("echo", "at last", gpus=2)
+    response = open_stream(daemon, f"/v1/jobs/{job}/logs?follow=1")
+    daemon.ask("POST", f"/v1/jobs/{blocker}/cancel")
+    texts = [json.loads(line)["text"] for line in response.read().splitlines() if line.strip()]
+    assert "at last" in texts
+
+
+def test_a_log_can_be_taken_up_at_every_line(daemon: Daemon) -> None:
+    job = daemon.submit("sh", "-c", "seq 1 30; printf end")
+    daemon.wait_for_end(job)
+    lines = daemon.documents(f"/v1/jobs/{job}/logs")
+    for place in range(0, len(lines), 3):
+        rest = daemon.documents(f"/v1/jobs/{job}/logs?after={lines[place]['offset']}")
+        assert [line["text"] for line in rest] == [line["text"] for line in lines[place + 1 :]], place
+
+
+def test_lines_of_several_replicas_are_merged_and_resumed_without_loss(daemon: Daemon) -> None:
+    script = "for i in $(seq 1 20); do echo $GPULAYER_REPLICA.$i; done"
+    job = daemon.submit("sh", "-c", script, replicas=3, spread="any")
+    daemon.wait_for_end(job)
+    lines = daemon.documents(f"/v1/jobs/{job}/logs")
+    assert [line["at_utc"] for line in lines] == sorted(line["at_utc"] for line in lines)
+    for replica in range(3):
+        mine = [text for text in output(lines) if text.startswith(f"{replica}.")]
+        assert mine == [f"{replica}.{number}" for number in range(1, 21)]
+        only = daemon.documents(f"/v1/jobs/{job}/logs?replica={replica}")
+        assert output(only) == mine
+        assert output(daemon.documents(f"/v1/jobs/{job}.{replica}/logs")) == mine
+    for place in (0, 7, 33, 50):
+        rest = daemon.documents(f"/v1/jobs/{job}/logs?after={lines[place]['offset']}")
+        assert sorted(output(rest) + output(lines[: place + 1])) == sorted(output(lines))
+
+
+def test_the_tail_is_as_long_as_asked_for(daemon: Daemon) -> None:
+    job = daemon.submit("sh", "-c", "seq 1 100")
+    daemon.wait_for_end(job)
+    every = daemon.documents(f"/v1/jobs/{job}/logs")
+    for count in (0, 1, 5, 1000):
+        lines = daemon.documents(f"/v1/jobs/{job}/logs?tail={count}")
+        expected = every[-count:] if count else []
+        assert [line["text"] for line in lines] == [line["text"] for line in expected]
+        followed = daemon.documents(f"/v1/jobs/{job}/logs?follow=1&tail={count}")
+        assert [line["text"] for line in followed] == [line["text"] for line in expected]
+    since = every[50]["at_utc"]
+    assert all(line["at_utc"] >= since for line in daemon.documents(f"/v1/jobs/{job}/logs?since={since}"))
+
+
+def test_a_restart_is_a_line_and_the_run_before_can_be_read(daemon: Daemon) -> None:
+    script = "echo run $$; exec sleep 60"
+    daemon.ask("POST", "/v1/jobs", {"kind": "service", "name": "twice", "command": ["sh", "-c", script], "port": False})
+    first = daemon.wait_for("twice", lambda status: status["ready"] == 1)["replicas"][0]
+    assert daemon.ask("GET", "/v1/jobs/twice/logs?previous=1").status == 404
+    response = open_stream(daemon, "/v1/jobs/twice/logs?follow=1")
+    while next_document(response)["text"] != f"run {first['pid']}":
+        pass
+    os.kill(first["pid"], signal.SIGKILL)
+    seen = []
+    while not (seen and seen[-1]["kind"] == "output"):
+        seen.append(next_document(response))
+    assert {"run_ended", "run_started"} <= {line["kind"] for line in seen}
+    assert seen[-1]["run"] == 2
+    response.close()
+    previous = daemon.documents("/v1/jobs/twice/logs?previous=1")
+    assert output(previous) == [f"run {first['pid']}"]
+    assert {line["run"] for line in previous} == {1}
+    assert {line["run"] for line in daemon.documents("/v1/jobs/twice/logs?run=2")} == {2}
+    daemon.ask("POST", "/v1/jobs/twice/cancel")
+
+
+def test_a_watch_shows_each_change_and_ends_with_the_job(daemon: Daemon) -> None:
+    job = daemon.submit("sh", "-c", "sleep 0.3")
+    states = [status["state"] for status in daemon.documents(f"/v1/jobs/{job}/watch")]
+    assert states[-1] == "succeeded"
+    assert "succeeded" not in states[:-1]
+    assert [status["state"] for status in daemon.documents(f"/v1/jobs/{job}/watch")] == ["succeeded"]
+
+
+def test_endpoints_are_told_as_they_come_and_go(daemon: Daemon) -> None:
+    serve = ["sh", "-c", "exec python3 -m http.server $PORT --bind $HOST"]
+    daemon.ask("POST", "/v1/jobs", {"kind": "service", "name": "web", "command": serve})
+    response = open_stream(daemon, "/v1/jobs/web/endpoints?watch=1")
+    assert next_document(response) == []
+    (endpoint,) = next_document(response)
+    assert set(endpoint) == {"endpoint", "replica", "node", "verified", "age_seconds"}
+    host, _, port = endpoint["endpoint"].partition(":")
+    socket.create_connection((host, int(port)), timeout=5).close()
+    assert [each["endpoint"] for each in daemon.ask("GET", "/v1/jobs/web/endpoints").json] == [endpoint["endpoint"]]
+    daemon.ask("POST", "/v1/jobs/web/cancel")
+    assert next_document(response) == []
+    assert response.read().strip() == b""
+
+
+def test_events_come_once_each_and_from_any_offset(daemon: Daemon) -> None:
+    job = daemon.submit("true")
+    daemon.wait_for_end(job)
+    events = daemon.documents("/v1/events")
+    offsets = [event["offset"] for event in events]
+    assert len(set(offsets)) == len(offsets)
+    assert [event["offset"] for event in daemon.documents(f"/v1/events?after={offsets[2]}")][: len(offsets) - 3] == offsets[3:]
+    assert len(daemon.documents("/v1/events?limit=3")) == 3
+    mine = daemon.documents(f"/v1/jobs/{job}/events")
+    assert {event["job"] for event in mine} == {job}
+    assert "job.submitted" in [event["kind"] for event in mine]
+    assert "job.ended" in [event["kind"] for event in mine]
+
+
+def test_a_followed_feed_tells_of_what_happens_next(daemon: Daemon) -> None:
+    last = daemon.documents("/v1/events")[-1]["offset"]
+    response = open_stream(daemon, f"/v1/events?follow=1&after={last}")
+    job = daemon.submit("true")
+    while (event := next_document(response))["kind"] != "job.ended" or event["job"] != job:
+        pass
+    response.close()
+
+
+def test_server_sent_events_carry_the_offset_as_their_id(daemon: Daemon) -> None:
+    job = daemon.submit("echo", "one\rline")
+    daemon.wait_for_end(job)
+    accept = {"Accept": "text/event-stream"}
+    answer = daemon.ask("GET", f"/v1/jobs/{job}/logs", headers=accept)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    records = [record.split("\n") for record in answer.body.decode().split("\n\n") if record]
+    plain = daemon.documents(f"/v1/jobs/{job}/logs")
+    assert [json.loads(data.removeprefix("data: ")) for _, data in records] == plain
+    assert [number.removeprefix("id: ") for number, _ in records] == [line["offset"] for line in plain]
+    resumed = daemon.ask("GET", f"/v1/jobs/{job}/logs", headers=accept | {"Last-Event-ID": plain[0]["offset"]})
+    assert resumed.body.decode() == answer.body.decode().partition("\n\n")[2]
+
+
+@pytest.mark.parametrize("connections", [20])
+def test_who_does_not_read_holds_nobody_else_up(daemon: Daemon, connections: int) -> None:
+    """A client that was stopped (Ctrl-Z) in the middle of a long log."""
+    job = daemon.submit("sh", "-c", "yes 0123456789012345678901234567890123456789 | head -c 8000000")
+    daemon.wait_for_end(job)
+    stuck = []
+    for _ in range(connections):
+        sock = socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
+        request = f"GET /v1/jobs/{job}/logs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {daemon.token('read')}\r\n\r\n"
+        sock.sendall(request.encode())
+        stuck.append(sock)
+    started = time.monotonic()
+    assert daemon.ask("GET", "/v1/status").status == 200
+    assert time.monotonic() - started < 3
+    for sock in stuck:
+        sock.close()
+    lines = daemon.documents(f"/v1/jobs/{job}/logs?tail=1000")
+    assert len(lines) == 1000
+
+
+def test_streams_are_cut_and_not_ended_when_the_daemon_stops(own_daemon: Daemon) -> None:
+    """A client must see that there is more to come, or it would take the job for ended."""
+    daemon = own_daemon
+    job = daemon.submit("sleep", "60")
+    responses = [open_stream(daemon, path) for path in (f"/v1/jobs/{job}/logs?follow=1", "/v1/events?follow=1")]
+    stuck = socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
+    token = daemon.token("read")
+    stuck.sendall(f"GET /v1/events?follow=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+    idle = socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
+    assert daemon.terminate() < 3
+    assert not daemon.socket_path.exists()
+    for response in responses:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.read()
+    stuck.close()
+    idle.close()
+    from tests.api.conftest import start_daemon
+
+    again = start_daemon(daemon.data_dir)
+    daemon.process, daemon.port = again.process, again.port
+    assert daemon.wait_for(job, lambda status: status["state"] == "running")["replicas"][0]["run"] == 1
