@@ -1,8 +1,9 @@
-"""What a shim leaves on the disk and a daemon, perhaps after a power cut, reads: attempt.json, run notes, log records."""
+"""What shim and daemon read from the disk, perhaps after a power cut: attempt.json, run notes, log records."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 from gpulayer.shim import log_format, notes, requests
 
@@ -15,11 +16,9 @@ def one(data: bytes) -> None:
     except (ValueError, RecursionError):
         content = None
     if content is not None:
-        # These are what read_attempt turns into BadAttempt.
-        try:
+        # The file is read by read_attempt, which turns these into BadAttempt.
+        with suppress(ValueError, TypeError, KeyError, requests.BadRequest):
             requests._parse_attempt(content)
-        except (ValueError, TypeError, KeyError, requests.BadRequest):
-            pass
     log_format.segment_offset(data)
     position = 0
     while position < min(len(data), 4096):

@@ -54,12 +54,13 @@ class Interrupted(GpulayerError):
     default_code = "interrupted"
 
 
-class FailedAttached(Exception):
-    """Carries the error of a batch that stays attached out to here, where that is known only once a file was read."""
+class SubmitFailed(Exception):
+    """Carries an error of `submit` out to here, with what the words alone do not say when there is a file."""
 
-    def __init__(self, error: GpulayerError) -> None:
+    def __init__(self, error: GpulayerError, *, is_attached_batch: bool) -> None:
         super().__init__(str(error))
         self.error = error
+        self.is_attached_batch = is_attached_batch
 
 
 def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
@@ -73,8 +74,8 @@ def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
         return code
     except GpulayerError as error:
         return _tell(error, is_attached_batch(words))
-    except FailedAttached as carried:
-        return _tell(carried.error, True)
+    except SubmitFailed as carried:
+        return _tell(carried.error, carried.is_attached_batch)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -71,11 +71,8 @@ def job_status(job: str, /, *, json: bool = False, connection: Connection = LOCA
     name, index = job_and_replica(job)
     found = _job(connection.client(), name).status()
     if index is not None:
+        _check_replica(found, index)
         found["replicas"] = [replica for replica in found["replicas"] if replica["index"] == index]
-        if not found["replicas"]:
-            raise NotFound(
-                f"job {found['name']} has no replica {index}", hint=f"see gpulayer job status {found['name']}"
-            )
     if json:
         say_json(found)
         return
@@ -175,6 +172,8 @@ def job_explain(job: str, /, *, json: bool = False, connection: Connection = LOC
     """
     name, index = job_and_replica(job)
     found = _job(connection.client(), name).explain()
+    if index is not None:
+        _check_replica(found, index)
     if json:
         say_json(found)
         return
@@ -238,7 +237,10 @@ def job_logs(
         raise InvalidRequest(f"tail: {tail} is not between 0 and {10**6}", hint="write --tail 100")
     since_utc = None if since is None else moment("since", since)
     asked = connection.client().job(name)
-    prefixed = chosen is None and not json and len(asked.status()["replicas"]) > 1
+    status = asked.status()
+    if chosen is not None:
+        _check_replica(status, chosen)
+    prefixed = chosen is None and len(status["replicas"]) > 1
     for line in asked.logs(follow=follow, replica=chosen, previous=previous, since=since_utc, tail=tail):
         if json:
             say_json(asdict(line), indent=None)
@@ -323,7 +325,10 @@ def job_restart(job: str, /, *, json: bool = False, connection: Connection = LOC
         One JSON document.
     """
     name, index = job_and_replica(job)
-    answer = _job(connection.client(), name).restart(None if index is None else [index])
+    asked = _job(connection.client(), name)
+    if index is not None:
+        _check_replica(asked.status(), index)
+    answer = asked.restart(None if index is None else [index])
     if json:
         say_json(answer)
         return
@@ -349,6 +354,11 @@ def job_cancel(job: str, /, *, wait: str | None = None, json: bool = False, conn
         say_json(answer)
     else:
         note(f"job {asked.name} is {answer['state']}")
+
+
+def _check_replica(status: Mapping[str, Any], index: int) -> None:
+    if all(replica["index"] != index for replica in status["replicas"]):
+        raise NotFound(f"job {status['name']} has no replica {index}", hint=f"see gpulayer job status {status['name']}")
 
 
 def _job(client: Client, name: str) -> Job:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.failure import FailedAttached
+from gpulayer.cli.failure import SubmitFailed
 from gpulayer.cli.options import key_value
 from gpulayer.cli.render import clean, pairs, say, say_json
 from gpulayer.client.requests import RETRY_OF_BATCH, RETRY_OF_SERVICE, JobRequest, Retry, batch, service
@@ -179,9 +179,7 @@ def submit(
             return 0
         return _stay(Job(client, answer["id"], answer["name"]), request, wait_seconds, json=json)
     except GpulayerError as error:
-        if is_attached_batch:
-            raise FailedAttached(error) from error
-        raise
+        raise SubmitFailed(error, is_attached_batch=is_attached_batch) from error
 
 
 def _stay(job: Job, request: JobRequest, wait_seconds: float | None, *, json: bool) -> int:

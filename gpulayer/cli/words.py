@@ -56,11 +56,14 @@ def command_place(words: Sequence[str]) -> int:
 
 
 def is_attached_batch(words: Sequence[str]) -> bool:
-    """Whether this submits a batch and stays: then exit codes below 125 belong to the job (as in `docker run`)."""
+    """Whether this submits a batch and stays: then exit codes below 125 belong to the job (as in `docker run`).
+
+    As far as the words say; a file may say that it is a service.
+    """
     options = with_globals_last(words)
     if not options or options[0] != "submit":
         return False
     own = options[1 : command_place(options)]
-    return not {"--service", "--detach", "--dry-run", "--help", "-h", "--version", "--file"} & {
+    return not {"--service", "--detach", "--dry-run", "--help", "-h", "--version"} & {
         word.partition("=")[0] for word in own
     }

@@ -24,7 +24,9 @@ def test_without_a_token_nothing_but_health_is_answered(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("given", ["Bearer", "Bearer ", "Bearer gpl_wrong", "Basic Z3BsOmdwbA==", "gpl_x", "Bearer é"])
 def test_a_token_that_is_none_is_refused(daemon: Daemon, given: str) -> None:
-    answer = daemon.ask("GET", "/v1/status", role="", headers={"Authorization": given.encode("latin-1").decode("latin-1")})
+    answer = daemon.ask(
+        "GET", "/v1/status", role="", headers={"Authorization": given.encode("latin-1").decode("latin-1")}
+    )
     assert answer.status == 401
 
 
@@ -50,7 +52,9 @@ def test_each_role_may_do_its_own_and_no_more(daemon: Daemon) -> None:
 
 def test_a_role_is_judged_before_the_body_is_read(daemon: Daemon) -> None:
     token = daemon.token("read")
-    head = f"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Length: 500000\r\n\r\n"
+    head = (
+        f"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Length: 500000\r\n\r\n"
+    )
     # Nothing of the body is sent, and the answer is there all the same.
     with daemon_socket(daemon) as sock:
         sock.sendall(head.encode())

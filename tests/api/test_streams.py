@@ -147,7 +147,9 @@ def test_events_come_once_each_and_from_any_offset(daemon: Daemon) -> None:
     events = daemon.documents("/v1/events")
     offsets = [event["offset"] for event in events]
     assert len(set(offsets)) == len(offsets)
-    assert [event["offset"] for event in daemon.documents(f"/v1/events?after={offsets[2]}")][: len(offsets) - 3] == offsets[3:]
+    assert [event["offset"] for event in daemon.documents(f"/v1/events?after={offsets[2]}")][
+        : len(offsets) - 3
+    ] == offsets[3:]
     assert len(daemon.documents("/v1/events?limit=3")) == 3
     mine = daemon.documents(f"/v1/jobs/{job}/events")
     assert {event["job"] for event in mine} == {job}
@@ -205,7 +207,9 @@ def test_streams_are_cut_and_not_ended_when_the_daemon_stops(own_daemon: Daemon)
     responses = [open_stream(daemon, path) for path in (f"/v1/jobs/{job}/logs?follow=1", "/v1/events?follow=1")]
     stuck = socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
     token = daemon.token("read")
-    stuck.sendall(f"GET /v1/events?follow=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+    stuck.sendall(
+        f"GET /v1/events?follow=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    )
     idle = socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
     assert daemon.terminate() < 3
     assert not daemon.socket_path.exists()

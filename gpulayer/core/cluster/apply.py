@@ -523,6 +523,8 @@ def _by_policy(state: ClusterState, job: Job, index: int, outcome: Outcome) -> t
     if _takes_the_job_along(job, outcome):
         told = _told_of_replica(index, outcome)
         whole = replace(outcome, reason=replace(outcome.reason, text=told))
+        if all(replica.outcome is not None for replica in job.replicas):
+            return replace(job, stopping=whole), ()  # nobody is left who would have to be stopped
         return _stopping(state, job, whole, Reason(code="replica_ended", text=told))
     if all(replica.outcome is not None for replica in job.replicas):
         return replace(job, stopping=_overall(job)), ()

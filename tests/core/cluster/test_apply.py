@@ -240,7 +240,7 @@ def test_the_job_says_which_replica_ended_and_how() -> None:
     assert outcome.reason.text == "replica 0 ended: exit code 3 after 3 restarts"
     assert outcome.exit is not None
     assert outcome.exit.code == 3
-    assert cluster.kinds == ["replica.ended", "replica.released", "job.stopping", "job.ended"]
+    assert cluster.kinds == ["replica.ended", "replica.released", "job.ended"]
 
 
 def test_a_replica_that_ended_for_good_stops_the_others_and_gives_the_job_its_outcome() -> None:
