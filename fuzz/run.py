@@ -128,7 +128,14 @@ def failure(one: Callable[[bytes], None], data: bytes) -> str | None:
 def run(target: str, *, seconds: float, seed: int, start: int = 0, count: int | None = None) -> int:
     """0 after the time or the count; 1 at the first failure, which is printed and written down."""
     one = load(target)
-    signal.signal(signal.SIGALRM, _too_slow)
+    before = signal.signal(signal.SIGALRM, _too_slow)
+    try:
+        return _run(target, one, seconds=seconds, seed=seed, start=start, count=count)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _run(target: str, one: Callable[[bytes], None], *, seconds: float, seed: int, start: int, count: int | None) -> int:
     began = time.monotonic()
     done = 0
     for number, data in inputs(target, seed, start):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
 from typing import Any
 
 import trio
@@ -37,8 +38,7 @@ from gpulayer.wire.http import BODY_BYTES_MAX, shown
 BODY_SECONDS_MAX = 30.0
 # How much of a refused body is read away, so that the client, still sending, gets to read why.
 DISCARDED_BYTES_MAX = 256 * 1024 * 1024
-DISCARD_SECONDS_MAX = 2.0
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+LOCAL_NAMES = frozenset({"localhost"})
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
 
@@ -88,8 +88,6 @@ class _Guard:
             scope[MOMENTS], scope[BODY] = self._moments, body
             await route.handle(scope, receive, watched_send)
         except GpulayerError as error:
-            if has_started:
-                raise
             await _refuse(answer_for(error), scope, receive, send)
         except Exception as error:  # noqa: BLE001
             # The edge of one request. A stream that began is cut, so that its client knows that there is more.
@@ -126,10 +124,19 @@ class _Guard:
 def _check_host(host: str, allowed: frozenset[str]) -> None:
     """A web page can make a browser reach 127.0.0.1 under its own name (DNS rebinding), and its requests carry that."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    if name.lower() not in allowed:
+    if name.lower() not in allowed and not _is_loopback(name):
         raise InvalidRequest(
-            f"this node is not called {shown(host)}", hint="use one of " + ", ".join(sorted(allowed)) + " in the URL"
+            f"this node is not called {shown(host)}",
+            hint=f"use 127.0.0.1, [::1] or {', '.join(sorted(allowed))} in the URL",
         )
+
+
+def _is_loopback(name: str) -> bool:
+    """Addresses cannot be rebound, only names; --bind takes any of the loopback ones."""
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _role_of(headers: Headers, state: ClusterState) -> Role:

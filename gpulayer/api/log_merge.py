@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 from threading import Lock
 
@@ -30,12 +31,12 @@ class Place:
     cursor: Cursor
 
 
-def format_offset(places: dict[int, Place]) -> str:
-    return "_".join(f"{replica}.{place.attempt}.{place.cursor}" for replica, place in sorted(places.items()))
+def _format_place(replica: int, place: Place) -> str:
+    return f"{replica}.{place.attempt}.{place.cursor}"
 
 
 def parse_offset(text: str) -> dict[int, Place]:
-    """InvalidRequest for anything that format_offset did not make."""
+    """InvalidRequest for anything that no line came with."""
     places: dict[int, Place] = {}
     if not text:
         return places
@@ -93,6 +94,8 @@ class Merge:
     def __init__(self, *, since_utc: float | None, places: dict[int, Place]) -> None:
         self._since_utc = since_utc
         self._places = dict(places)
+        self._offset_parts = {replica: _format_place(replica, place) for replica, place in sorted(places.items())}
+        """By replica, in order: an offset is made for every line, and only one part of it changes."""
         self._reading: dict[int, _Reading] = {}
         # A thread that a disk holds is left behind; whoever has this lock may still use the files.
         self._in_use = Lock()
@@ -143,20 +146,25 @@ class Merge:
     def _batch(self) -> list[Json]:
         lines: list[Json] = []
         chars = 0
-        sizes = {reading.wanted.replica: _size(reading.wanted.directory) for reading in self._readings}
-        while len(lines) < BATCH_LINES and chars < BATCH_CHARS:
-            ready = [reading for reading in self._readings if reading.peek()]
-            if not ready:
-                # The sizes from before the reading: what came meanwhile is news next time.
-                for reading in self._readings:
-                    reading.seen = sizes[reading.wanted.replica]
-                break
-            first = min(ready, key=lambda reading: (reading.at_utc, reading.wanted.replica))
-            assert first.head is not None
-            assert first.after_head is not None
-            line, first.head, first.before = first.head, None, first.after_head
-            lines.append(self._document(first, line))
+        # From before the reading: what comes meanwhile is news next time.
+        sizes = {replica: _size(reading.wanted.directory) for replica, reading in self._reading.items()}
+        queue = [(reading.at_utc, replica) for replica, reading in self._reading.items() if reading.peek()]
+        heapify(queue)
+        while queue and len(lines) < BATCH_LINES and chars < BATCH_CHARS:
+            _, replica = queue[0]
+            reading = self._reading[replica]
+            assert reading.head is not None
+            assert reading.after_head is not None
+            line, reading.head, reading.before = reading.head, None, reading.after_head
+            lines.append(self._document(reading, line))
             chars += len(line.text) + 100
+            if reading.peek():
+                heapreplace(queue, (reading.at_utc, replica))
+            else:
+                heappop(queue)
+        if not queue:
+            for replica, size in sizes.items():
+                self._reading[replica].seen = size
         return lines
 
     def rest(self) -> list[Json]:
@@ -170,7 +178,10 @@ class Merge:
 
     def _document(self, reading: _Reading, line: LogLine) -> Json:
         wanted = reading.wanted
-        self._places[wanted.replica] = Place(wanted.attempt, reading.before)
+        is_new = wanted.replica not in self._offset_parts
+        self._offset_parts[wanted.replica] = _format_place(wanted.replica, Place(wanted.attempt, reading.before))
+        if is_new:
+            self._offset_parts = dict(sorted(self._offset_parts.items()))
         return {
             "at_utc": line.at_utc or reading.at_utc,
             "replica": wanted.replica,
@@ -179,7 +190,7 @@ class Merge:
             "stream": line.stream,
             "kind": line.kind,
             "text": line.text,
-            "offset": format_offset(self._places),
+            "offset": "_".join(self._offset_parts.values()),
         }
 
 

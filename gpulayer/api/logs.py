@@ -28,7 +28,7 @@ from gpulayer.wire.http import Json
 # How often the files are looked at: soon after a line, less often the longer it is quiet.
 POLL_SECONDS_LEAST, POLL_SECONDS_MOST = 0.1, 0.5
 # The view of a busy node changes hundreds of times a second; the files are not looked at that often.
-PAUSE_SECONDS = 0.02
+PAUSE_SECONDS, PAUSE_SECONDS_PER_REPLICA = 0.02, 0.001
 TAIL_MAX = 1_000_000
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncI
             if trio.current_time() - quiet_since >= KEEPALIVE_SECONDS:
                 quiet_since = trio.current_time()
                 yield KEEPALIVE
-            await trio.sleep(PAUSE_SECONDS)
+            await trio.sleep(PAUSE_SECONDS + PAUSE_SECONDS_PER_REPLICA * len(asked.replicas))
             with trio.move_on_after(interval):
                 await node.wait_for_change(version)
             interval = min(POLL_SECONDS_MOST, interval * 1.5)

@@ -55,6 +55,11 @@ class _Scrape:
         replicas: Counter[tuple[str, ...]] = Counter()
         restarts = 0
         for job in self._moment.state.jobs.values():
+            if job.outcome is not None:  # thousands of them may be kept: no view is made of each
+                jobs[(job.outcome.result,)] += 1
+                restarts += job.outcome.restarts
+                replicas[("ended",)] += len(job.replicas)
+                continue
             seen = self._moment.view(job)
             jobs[(seen.state,)] += 1
             restarts += seen.restarts

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpulayer.model.errors import GpulayerError
 from gpulayer.wire.http import dump
 
 log = structlog.get_logger()
@@ -74,14 +75,18 @@ class Stream(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
-            nursery.start_soon(_cancel_when_stopping, scope, nursery.cancel_scope)
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if scope["method"] != "HEAD":
-                await self._send_all(send)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+                nursery.start_soon(_cancel_when_stopping, scope, nursery.cancel_scope)
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if scope["method"] != "HEAD":
+                    await self._send_all(send)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                nursery.cancel_scope.cancel()
+        except* GpulayerError as group:
+            # Too late for an answer: the stream is cut, and whoever asks again is told.
+            log.warning("api.stream_cut", path=scope["path"], reason=str(group.exceptions[0]))
 
     async def _send_all(self, send: Send) -> None:
         # aclosing: a generator that holds files is closed here and now, not by the garbage collector.

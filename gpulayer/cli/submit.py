@@ -27,7 +27,7 @@ _SHOW = Group("What this command does", sort_key=40)
 
 def submit(
     *command: str,
-    service: Annotated[bool | None, Parameter(name="--service")] = None,
+    service: bool = False,
     name: str | None = None,
     replicas: int | None = None,
     file: Annotated[str | None, Parameter(group=_SHOW)] = None,
@@ -39,7 +39,7 @@ def submit(
     cpus: Annotated[str | None, Parameter(group=_NEEDS)] = None,
     memory: Annotated[str | None, Parameter(group=_NEEDS)] = None,
     label: Annotated[tuple[str, ...], Parameter(group=_NEEDS)] = (),
-    no_port: Annotated[bool | None, Parameter(name="--no-port", group=_PROCESS)] = None,
+    no_port: Annotated[bool, Parameter(name="--no-port", group=_PROCESS)] = False,
     restart: Annotated[Literal["always", "on_failure", "never"] | None, Parameter(group=_POLICY)] = None,
     max_restarts: Annotated[int | None, Parameter(group=_POLICY)] = None,
     retry_max_attempts: Annotated[int | None, Parameter(group=_POLICY)] = None,
@@ -131,7 +131,7 @@ def submit(
         One JSON document.
     """
     flags = {
-        "service": service,
+        "service": service or None,
         "name": name,
         "replicas": replicas,
         "accelerator": accelerator,
@@ -142,7 +142,7 @@ def submit(
         "cpus": cpus,
         "memory": memory,
         "label": list(label) or None,
-        "no_port": no_port,
+        "no_port": no_port or None,
         "restart": restart,
         "max_restarts": max_restarts,
         "retry_max_attempts": retry_max_attempts,

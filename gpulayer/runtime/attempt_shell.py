@@ -73,10 +73,13 @@ log = structlog.get_logger()
 # first.
 MAILBOX_MAX = 256
 NOTES_WITHOUT_SHIM_MAX = 16
+# One run is there, so an exit, a gone, and some that it cannot be killed.
+TOLD_BEFORE_ADOPTION_MAX = 64
 # The marker is synced before exec, and the disk may be slow; after this the start is broken off, not repeated.
 START_SECONDS_MAX = 60.0
 # Answered by a loop that does nothing else: a shim that takes longer is stopped or broken, and is ended with its tree.
 STOP_ANSWER_SECONDS_MAX = 10.0
+UNREACHABLE_SECONDS_MAX = 20.0
 LOG_ANSWER_SECONDS_MAX = 10.0
 QUIT_SECONDS_MAX = 10.0
 # Of a daemon's start, which one stopped shim should not hold up; it is connected to again later.
@@ -110,6 +113,8 @@ class _Run:
     has_exited: bool = False
     is_gone: bool = False
     is_stopping: bool = False
+    is_orphaned: bool = False
+    """Its shim died, and what follows from it is under way."""
 
 
 @dataclass(slots=True)
@@ -157,6 +162,8 @@ class AttemptShell:
         """Clear while a dead shim's leftovers are being ended."""
         self._swept.set()
         self._is_leaving = False
+        self._before_adoption: list[Json] | None = None
+        """What the shim of an attempt that is being found told since its hello; heard once the run is known."""
         self._unsaid: list[str] = []
         self._nursery: trio.Nursery | None = None
         self._begun = trio.Event()
@@ -277,7 +284,20 @@ class AttemptShell:
                 )
                 nursery.cancel_scope.cancel()
         except* ShimGone:
-            sent()  # the reader of the link says what became of it
+            sent()
+            await self._start_lost(run, link.shim)
+
+    async def _start_lost(self, run: _Run, shim: ShimProcess) -> None:
+        """The link ended before the answer came. Mostly its follower has told what that means; but it may have looked
+        before there was this run."""
+        link = await self._living_link()
+        if run.is_started or run.is_gone or run.is_orphaned:
+            return
+        if link is None:
+            await self._shim_died(shim)
+        else:
+            text = "the connection to its supervisor was lost before the start was sent"
+            self._start_answered(run, {"error": {"code": "spawn_failed", "message": text}})
 
     async def _break_off_start(self, link: ShimLink, run: _Run) -> None:
         """A working directory on a dead file system lets exec hang, a broken disk the marker."""
@@ -301,6 +321,8 @@ class AttemptShell:
             text = str(error.get("message") or "the supervisor gave no reason")
             self._release_port(run)
             self._fail_start(run.number, Reason(code=code, text=text, hint=_START_HINTS[code]))
+            if error.get("code") == "busy" and self._nursery is not None:
+                self._nursery.start_soon(self._end_unknown_run)
             return
         run.is_started, run.pid, run.start_time = True, reply.get("pid"), reply.get("start_time")
         warning = None
@@ -313,6 +335,18 @@ class AttemptShell:
         self._log.info("run.started", run=run.number, pid=run.pid, port=run.port)
         self._emit(RunStarted(run=run.number, pid=run.pid or 0, port=run.port, at_utc=time.time(), warning=warning))
         self._watch_port(run, fresh=True)
+
+    async def _end_unknown_run(self) -> None:
+        """The shim has processes of a run that the core takes for ended (an answer was lost with a connection)."""
+        link = self._link
+        if link is None:
+            return
+        try:
+            await link.request(
+                "stop", timeout_seconds=STOP_ANSWER_SECONDS_MAX, signal="KILL", grace_seconds=0, reason="unknown_run"
+            )
+        except (ShimGone, ShimSilent) as error:
+            self._log.warning("unknown_run.not_stopped", error=str(error))
 
     def _fail_start(self, run: int, reason: Reason) -> None:
         self._log.warning("run.not_started", run=run, code=reason.code, text=reason.text)
@@ -395,7 +429,15 @@ class AttemptShell:
     async def connect(self, shim: ShimProcess) -> Json:
         """The hello of a shim found at the start. ShimGone: it is none of ours. ShimSilent: it does not answer yet."""
         await self._begun.wait()
-        return await self._connect_and_follow(shim, timeout_seconds=FIRST_HELLO_SECONDS_MAX)
+        self._before_adoption = []
+        try:
+            return await self._connect_and_follow(shim, timeout_seconds=FIRST_HELLO_SECONDS_MAX)
+        except ShimGone as error:
+            # Not there, or not ours; or it is, and had no ear for us: then its run is not to be touched.
+            if self._shim is None or await self._has_died(shim):
+                self._before_adoption = None
+                raise
+            raise ShimSilent(str(error)) from error
 
     async def _connect_and_follow(self, shim: ShimProcess, timeout_seconds: float = HELLO_SECONDS_MAX) -> Json:
         assert self._nursery is not None
@@ -413,7 +455,16 @@ class AttemptShell:
         return hello
 
     async def _living_link(self) -> ShimLink | None:
-        """None once the shim is known to be dead. Waits as long as neither is certain: it is being connected to."""
+        """None once the shim is known to be dead. While neither is certain it is being connected to; but who asks wants
+        something started or stopped, so a shim that cannot be reached for long is ended with what is left of its
+        run."""
+        with trio.move_on_after(UNREACHABLE_SECONDS_MAX):
+            return await self._link_when_settled()
+        if self._shim is not None:
+            self._kill_shim(self._shim)
+        return await self._link_when_settled()
+
+    async def _link_when_settled(self) -> ShimLink | None:
         while True:
             await self._settled.wait()
             if self._link is None or not self._link.ended.is_set():
@@ -481,6 +532,9 @@ class AttemptShell:
     # --- what it tells ------------------------------------------------------------------------------------------
 
     def _heard(self, event: Json) -> None:
+        if self._before_adoption is not None:
+            self._before_adoption = [*self._before_adoption, event][-TOLD_BEFORE_ADOPTION_MAX:]
+            return
         run = self._run
         number = event.get("run", run.number if run is not None else None)
         if run is None or number != run.number:
@@ -511,6 +565,9 @@ class AttemptShell:
 
     def _reconcile(self, hello: Json) -> None:
         """What was not heard while there was no connection."""
+        if self._before_adoption is not None:
+            self._before_adoption.append({"hello": hello})
+            return
         run = self._run
         if run is None or hello.get("last_run") != run.number or run.is_gone:
             return
@@ -531,8 +588,9 @@ class AttemptShell:
         self._link = self._shim = None
         self._settled.set()
         run = self._run
-        if run is None or run.is_gone:
+        if run is None or run.is_gone or run.is_orphaned:
             return
+        run.is_orphaned = True
         self._services.checks.forget(self.id, run.number)
         records = await trio.to_thread.run_sync(self._services.sandboxes.runs, self.id)
         record = next((each for each in records if each.run == run.number), None)
@@ -579,12 +637,14 @@ class AttemptShell:
 
     # --- what was there at the daemon's start -------------------------------------------------------------------
 
-    async def adopt(self, disk: OnDisk, found: FoundRun | None) -> None:
-        """Takes up what find_attempts() found: with a link, or with leftovers to end."""
+    async def adopt(self, disk: OnDisk, found: FoundRun | None, greeted: ShimProcess | None) -> None:
+        """Takes up what find_attempts() found: with the shim that was greeted, or, without one, leftovers to end."""
+        await self._begun.wait()
         self._content = disk.content
         cgroup = disk.content.get("cgroup")
         self._cgroup = cgroup if isinstance(cgroup, str) else None
         if found is None:
+            self._hear_what_was_told()
             return
         marker = next((record.marker for record in disk.records if record.run == found.run), {})
         self._run = _Run(
@@ -598,12 +658,24 @@ class AttemptShell:
             is_gone=found.gone,
             is_stopping=bool(found.stopping),
         )
-        if self._shim is not None:
-            self._watch_port(self._run, fresh=False)
-        elif not found.gone:
-            await self._begun.wait()
-            assert self._nursery is not None
+        assert self._nursery is not None
+        if greeted is None:
+            self._run.is_orphaned = True
             self._nursery.start_soon(self._sweep, self._run)
+        elif self._shim is None:  # it died since its hello
+            self._hear_what_was_told()
+            self._nursery.start_soon(self._shim_died, greeted)
+        else:
+            self._watch_port(self._run, fresh=False)
+            self._hear_what_was_told()
+
+    def _hear_what_was_told(self) -> None:
+        told, self._before_adoption = self._before_adoption or [], None
+        for each in told:
+            if "hello" in each:
+                self._reconcile(each["hello"])
+            else:
+                self._heard(each)
 
     # --- the rest -----------------------------------------------------------------------------------------------
 

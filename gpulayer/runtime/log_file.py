@@ -330,6 +330,12 @@ class LogFile:
             first=first or 0, last=ends.last if continues else index, snapshot=index, hard_state=ends.hard_state
         )
 
+    def idle(self) -> None:
+        """What is done while nobody waits. A disk that was low is looked at again: no write may come to do it."""
+        if self.disk_low:
+            self._look_at_disk()
+        self.checkpoint()
+
     def checkpoint(self, *, shrink: bool = False) -> None:
         """Copy the write-ahead log into the database. Normally its file stays as it is and is written from the start
         again, which is faster than growing it anew; `shrink` gives its space back."""

@@ -222,14 +222,21 @@ class LogStore:
             with self._changed:
                 self._writing = ()
                 if not self._queue and not self._closing:
-                    self._changed.wait(IDLE_SECONDS if self._file.wants_checkpoint else None)
+                    has_chores = self._file.wants_checkpoint or self._file.disk_low
+                    self._changed.wait(IDLE_SECONDS if has_chores else None)
                 if self._queue:
                     self._writing = _joined(self._queue)
                     return self._writing
                 if self._closing:
                     return ()
             # Nothing came for a while, or the wake-up was spurious: either way nobody is waiting.
-            self._file.checkpoint()
+            was_low = self._file.disk_low
+            self._file.idle()
+            if was_low and not self._file.disk_low:
+                self._tell(self._set_disk_has_room)
+
+    def _set_disk_has_room(self) -> None:
+        self.disk_low = False
 
     def _answer(self, batch: tuple[_Waiting, ...], answers: list[StorageFailed | ValueError | None]) -> None:
         low = self._file.disk_low

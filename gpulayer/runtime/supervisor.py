@@ -52,6 +52,8 @@ log = structlog.get_logger()
 
 CONNECTING_AT_ONCE_MAX = 64
 EVENTS_HELD_MAX = 100_000
+# After the start has settled, then hourly: what it enforces is counted in days.
+HOUSEKEEPING_FIRST_SECONDS = 60.0
 HOUSEKEEPING_SECONDS = 3600.0
 
 
@@ -217,7 +219,7 @@ class Supervisor:
     async def _adopt(self, disk: OnDisk, hello: Json | None) -> FoundAttempt:
         found = found_run(disk, hello, self._services.boot_id)
         self._remember_ports(disk, found)
-        await self._attempt(disk.attempt).adopt(disk, found)
+        await self._attempt(disk.attempt).adopt(disk, found, disk.shim)
         return FoundAttempt(
             attempt=disk.attempt,
             shim_alive=True,
@@ -230,7 +232,7 @@ class Supervisor:
         self._remember_ports(disk, found)
         if found is not None and left:
             log.warning("shim.left_processes", attempt=str(disk.attempt), pids=[stat.pid for stat in left])
-            await self._attempt(disk.attempt).adopt(disk, found)
+            await self._attempt(disk.attempt).adopt(disk, found, None)
         return FoundAttempt(
             attempt=disk.attempt,
             shim_alive=False,
@@ -276,13 +278,13 @@ class Supervisor:
 
     async def _keep_house(self) -> None:
         """Sandboxes that have been kept long enough go (lifecycle.md §9)."""
+        await trio.sleep(HOUSEKEEPING_FIRST_SECONDS)
         while True:
-            await trio.sleep(HOUSEKEEPING_SECONDS)
-            wanted, supervised = self._wanted(), frozenset(self._attempts)
-            kept = _Either(wanted, supervised)
+            kept = _Either(self._wanted(), self._attempts)
             removed = await trio.to_thread.run_sync(self._services.sandboxes.prune, kept, abandon_on_cancel=True)
             if removed:
                 log.info("sandboxes.pruned", attempts=[str(attempt) for attempt in removed])
+            await trio.sleep(HOUSEKEEPING_SECONDS)
 
 
 class _Either:

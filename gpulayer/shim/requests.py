@@ -46,7 +46,7 @@ def read_attempt(directory_fd: int, directory: str) -> Attempt:
         with os.fdopen(fd, "rb") as file:
             content = json.loads(file.read())
         return _parse_attempt(content)
-    except (OSError, ValueError, TypeError, KeyError, BadRequest) as error:
+    except (OSError, ValueError, ArithmeticError, TypeError, LookupError, RecursionError, BadRequest) as error:
         raise BadAttempt(f"cannot use {directory}/attempt.json: {type(error).__name__}: {error}") from error
 
 
@@ -108,11 +108,11 @@ def names(request: Json) -> list[str]:
 
 def signal_number(name: object) -> int:
     """15, "15", "TERM" and "SIGTERM" are the same."""
-    if isinstance(name, str) and not name.isdigit():
+    if isinstance(name, str) and not (name.isascii() and name.isdecimal()):
         full_name = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
         known = getattr(signal, full_name, None)
         if isinstance(known, signal.Signals):
             return int(known)
-    elif isinstance(name, int | str) and 0 < int(name) < signal.NSIG:
+    elif isinstance(name, int | str) and len(str(name)) < 9 and 0 < int(name) < signal.NSIG:
         return int(name)
     raise BadRequest(f"{name!r:.50} is not a signal")

@@ -81,16 +81,18 @@ def decode(kind: Any, data: bytes, *, bytes_max: int = BYTES_MAX) -> Any:
 
 def _parse(data: bytes) -> Any:
     stream = BytesIO(data)
+    # Outside of the try: options that cbor2 (before 6.2) does not know are no fault of the message.
+    decoder = cbor2.CBORDecoder(
+        stream,
+        tag_hook=_refuse_tag,
+        semantic_decoders=_REFUSE_EVERY_TAG,
+        max_depth=DEPTH_MAX,
+        allow_indefinite=False,
+        allow_duplicate_keys=False,
+        strict_hashable_types=True,
+    )
     try:
-        raw = cbor2.CBORDecoder(
-            stream,
-            tag_hook=_refuse_tag,
-            semantic_decoders=_REFUSE_EVERY_TAG,
-            max_depth=DEPTH_MAX,
-            allow_indefinite=False,
-            allow_duplicate_keys=False,
-            strict_hashable_types=True,
-        ).decode()
+        raw = decoder.decode()
     except Exception as exc:
         # It documents CBORDecodeError; whatever else a broken message provokes in it is the message's fault too.
         raise DecodeError(_shortened(str(exc.__cause__ or exc) or type(exc).__name__)) from exc

@@ -135,6 +135,10 @@ class Daemon:
                 parts.append(part)
             return b"".join(parts)
 
+    def start_again(self) -> None:
+        again = start_daemon(self.data_dir)
+        self.process, self.port = again.process, again.port
+
     def terminate(self) -> float:
         """Seconds until it was gone."""
         started = time.monotonic()

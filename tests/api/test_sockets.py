@@ -57,9 +57,8 @@ def test_a_stale_socket_file_is_replaced_and_another_file_is_not(tmp_path: Path)
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
-    with bind_sockets(unix_path=path, host="127.0.0.1", port=0):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(path))
+    with bind_sockets(unix_path=path, host="127.0.0.1", port=0), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
     path.write_text("precious")
     with pytest.raises(StorageFailed), bind_sockets(unix_path=path, host="127.0.0.1", port=0):
         pass

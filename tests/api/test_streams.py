@@ -32,6 +32,11 @@ def next_document(response: http.client.HTTPResponse) -> Any:
             return json.loads(line)
 
 
+def head(daemon: Daemon, path: str) -> bytes:
+    token = daemon.token("read")
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+
+
 def output(lines: list[Any]) -> list[str]:
     return [line["text"] for line in lines if line["kind"] == "output"]
 
@@ -147,9 +152,8 @@ def test_events_come_once_each_and_from_any_offset(daemon: Daemon) -> None:
     events = daemon.documents("/v1/events")
     offsets = [event["offset"] for event in events]
     assert len(set(offsets)) == len(offsets)
-    assert [event["offset"] for event in daemon.documents(f"/v1/events?after={offsets[2]}")][
-        : len(offsets) - 3
-    ] == offsets[3:]
+    rest = [event["offset"] for event in daemon.documents(f"/v1/events?after={offsets[2]}")]
+    assert rest[: len(offsets) - 3] == offsets[3:]
     assert len(daemon.documents("/v1/events?limit=3")) == 3
     mine = daemon.documents(f"/v1/jobs/{job}/events")
     assert {event["job"] for event in mine} == {job}
@@ -188,8 +192,7 @@ def test_who_does_not_read_holds_nobody_else_up(daemon: Daemon, connections: int
     stuck = []
     for _ in range(connections):
         sock = socket.create_connection(("127.0.0.1", daemon.port), timeout=5)
-        request = f"GET /v1/jobs/{job}/logs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {daemon.token('read')}\r\n\r\n"
-        sock.sendall(request.encode())
+        sock.sendall(head(daemon, f"/v1/jobs/{job}/logs"))
         stuck.append(sock)
     started = time.monotonic()
     assert daemon.ask("GET", "/v1/status").status == 200
@@ -218,8 +221,19 @@ def test_streams_are_cut_and_not_ended_when_the_daemon_stops(own_daemon: Daemon)
             response.read()
     stuck.close()
     idle.close()
-    from tests.api.conftest import start_daemon
-
-    again = start_daemon(daemon.data_dir)
-    daemon.process, daemon.port = again.process, again.port
+    daemon.start_again()
     assert daemon.wait_for(job, lambda status: status["state"] == "running")["replicas"][0]["run"] == 1
+
+
+def test_a_quiet_stream_shows_that_it_is_alive(daemon: Daemon) -> None:
+    job = daemon.submit("sleep", "60")
+    daemon.wait_for(job, lambda status: status["replicas"][0]["state"] == "ready")
+    last = daemon.documents("/v1/events")[-1]["offset"]
+    paths = (f"/v1/jobs/{job}/logs?follow=1&tail=0", f"/v1/events?follow=1&after={last}")
+    plain = [open_stream(daemon, path) for path in paths]
+    as_sse = open_stream(daemon, paths[1], Accept="text/event-stream")
+    started = time.monotonic()
+    assert [response.readline() for response in plain] == [b"\n", b"\n"]
+    assert as_sse.readline() == b":\n"
+    assert 14 < time.monotonic() - started < 18
+    daemon.ask("POST", f"/v1/jobs/{job}/cancel")

@@ -71,7 +71,7 @@ class Daemon:
         home: Path,
         *,
         config: str = "",
-        arguments: Iterable[str] = (),
+        api_port: int = 0,
         env: Mapping[str, str] | None = None,
         command: Iterable[str] = GPULAYER,
         name: str = "n1",
@@ -81,7 +81,7 @@ class Daemon:
         self.log_path = home / "daemon.log"
         self.name = name
         self.command = [*command]
-        self.arguments = [*arguments]
+        self.api_port = api_port
         self.process: subprocess.Popen[bytes] | None = None
         self.env = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")} | dict(
             env or {}
@@ -106,8 +106,7 @@ class Daemon:
                     *("--data-dir", str(self.data_dir)),
                     *("--config", str(self.config_path)),
                     *("--name", self.name),
-                    *("--api-port", "0"),
-                    *self.arguments,
+                    *("--api-port", str(self.api_port)),
                     *more,
                 ],
                 stdin=subprocess.DEVNULL,
@@ -302,8 +301,11 @@ class Daemon:
                 disordered = f"leave --stop-all failed: {error!r}\n{self.log_tail()}"
                 self.kill9()
             else:
-                left = self.all_on_host()
-                disordered = f"left behind: {describe(left)}" if left else ""
+                try:
+                    # A shim has heard that it may go, and is on its way.
+                    self.wait_nothing_left(1)
+                except AssertionError as left:
+                    disordered = f"left behind by leave --stop-all: {left}"
         for _ in range(50):
             left = self.all_on_host()
             if not left:

@@ -187,7 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_loses_log_lines_with_a_counted_gap_and_not_the_replica(
     small_disk: Path, make_daemon: DaemonMaker
 ) -> None:
-    daemon = make_daemon(config='[storage]\nfree_min = "1MiB"\n')
+    daemon = make_daemon(config='[storage]\nfree_min = "16MiB"\n')
     daemon.place(small_disk / "data")
     daemon.start()
     talks = daemon.submit(sh("n=0; while :; do n=$((n+1)); echo line $n; sleep 0.01; done"), port=False)
@@ -195,8 +195,10 @@ def test_a_full_disk_loses_log_lines_with_a_counted_gap_and_not_the_replica(
     daemon.wait_ready(talks)
     pid = daemon.replica(talks)["pid"]
     ending = daemon.wait_replica(ends, lambda replica: replica["pid"] is not None)["pid"]
-    filler = small_disk / "filler"
-    fill(filler)
+    fillers = [small_disk / "filler", small_disk / "what the daemon's reserve was"]
+    fill(fillers[0])
+    wait_for(lambda: daemon.request("POST", "/v1/jobs", {"command": ["true"], "gpus": 1})[0] == 507)
+    fill(fillers[1])
     written = daemon.output(talks, "tail=1")
     time.sleep(1.0)  # the replica goes on writing, into nothing: there is nothing to wait for
     os.kill(ending, signal.SIGUSR1)
@@ -204,7 +206,8 @@ def test_a_full_disk_loses_log_lines_with_a_counted_gap_and_not_the_replica(
     status, body = daemon.request("POST", "/v1/jobs", {"command": ["true"]})
     assert status == 507, body
     assert daemon.replica(talks)["pid"] == pid
-    filler.unlink()
+    for filler in fillers:
+        filler.unlink()
 
     assert daemon.wait_ended(ends, 30)["replicas"][0]["last_exit"]["code"] == 6
     gap = wait_for(lambda: [line for line in daemon.log_lines(talks) if line["kind"] == "gap"])[0]

@@ -39,8 +39,8 @@ while True:
 def test_a_second_daemon_on_the_same_port_fails_at_once_and_names_the_first(make_daemon: DaemonMaker) -> None:
     """T50: a fixed port made the second start on a host fail half-way."""
     port = free_port()
-    first = make_daemon(arguments=["--api-port", str(port)])
-    second = make_daemon(arguments=["--api-port", str(port)])
+    first = make_daemon(api_port=port)
+    second = make_daemon(api_port=port)
     first.start()
     process = second.spawn()
     assert process.wait(15) not in (0, None)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -159,12 +160,13 @@ def test_a_replica_that_ended_for_good_ends_the_others_unless_told_to_keep_them(
     assert ended["replicas"][1]["reason"]["code"] == "replica_ended"
 
 
-def test_a_process_that_was_removed_by_hand_is_noticed_and_replaced(daemon: Daemon) -> None:
+@pytest.mark.parametrize("removed", ["work", "."])
+def test_a_replica_that_was_removed_by_hand_is_noticed_and_replaced(daemon: Daemon, removed: str) -> None:
     """T32: its directory and its process were removed, and the system went on believing in both."""
     job = daemon.submit(serve())
     daemon.wait_ready(job)
     before = daemon.replica(job)
-    shutil.rmtree(before["sandbox"])
+    shutil.rmtree(Path(before["sandbox"]) / removed)
     os.kill(before["pid"], signal.SIGKILL)
     daemon.wait_replica(job, lambda replica: replica["pid"] != before["pid"] and replica["state"] != "ready", seconds=2)
     after = daemon.wait_replica(job, lambda replica: replica["state"] == "ready")

@@ -1,3 +1,5 @@
+"""Devices that the configuration declares, and what the host itself has."""
+
 from __future__ import annotations
 
 import os

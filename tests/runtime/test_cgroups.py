@@ -1,3 +1,6 @@
+"""Where the cgroups of replicas can be, found in the kernel's own files; made and removed for real where this host
+allows."""
+
 from __future__ import annotations
 
 import os

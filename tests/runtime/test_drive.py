@@ -1,3 +1,5 @@
+"""The loop that runs every core, and the value that tasks wait on."""
+
 from __future__ import annotations
 
 import math

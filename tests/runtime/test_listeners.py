@@ -1,3 +1,5 @@
+"""Real sockets of real processes, in the kernel's table and in what is told of them."""
+
 from __future__ import annotations
 
 import os

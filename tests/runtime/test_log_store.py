@@ -411,6 +411,18 @@ async def test_a_disk_that_fills_up_stops_new_entries_only(path: Path) -> None:
     assert await reopened(path) == Recovered(hard_state=vote(2), snapshot=(2, 1, b"two"))
 
 
+async def test_room_on_the_disk_is_noticed_without_a_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await opened(path, disk_free_min_bytes=2**62)
+    with pytest.raises(StorageFailed):
+        await store.append([entry(1)])
+    monkeypatch.setattr(store._file, "_disk_free_min_bytes", 0)
+    with trio.fail_after(5):
+        while store.disk_low:
+            await trio.sleep(0.05)
+    await store.append([entry(1)])
+    await store.close()
+
+
 async def test_the_reserve_is_taken_when_there_is_room_and_let_go_when_there_is_not(path: Path) -> None:
     await (await opened(path, reserve_bytes=100_000)).close()
     assert (path.parent / "reserve").stat().st_size == 100_000

@@ -1,3 +1,5 @@
+"""Ports against real sockets: new for each run, and nobody else's."""
+
 from __future__ import annotations
 
 import socket

@@ -1,3 +1,5 @@
+"""Directories on a real disk: made durable, listed, pruned, and never left."""
+
 from __future__ import annotations
 
 import json

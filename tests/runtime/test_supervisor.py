@@ -118,6 +118,15 @@ class Daemon:
         mine = [each.event for each in self.told.value if each.attempt == order.assignment.id]
         return {each.reason.code: each.reason.text for each in mine if isinstance(each, ListenerMissing)}
 
+    def answers(self, order: Order, run: int) -> list[str]:
+        """What came of a start."""
+        mine = [each.event for each in self.told.value if each.attempt == order.assignment.id]
+        return [
+            type(each).__name__
+            for each in mine
+            if isinstance(each, RunStarted | StartFailed | ShimDied) and each.run == run
+        ]
+
     def kinds(self, order: Order) -> list[str]:
         """What was told of it, but for its port."""
         mine = [each.event for each in self.told.value if each.attempt == order.assignment.id]
@@ -706,3 +715,57 @@ async def test_many_are_adopted_in_well_under_a_second(data_dir: Path, nursery: 
     print(f"50 adopted: {took:.3f} s")
     assert {found.attempt: found.last.pid for found in second.found if found.last is not None} == pids
     assert took < 2.0
+
+
+async def test_what_happens_while_a_daemon_looks_around_is_not_missed(data_dir: Path, nursery: trio.Nursery) -> None:
+    """Between a shim's hello and the end of find_attempts() its run may exit, or the shim itself be killed."""
+    first = Daemon(data_dir)
+    await first.start(nursery)
+    exits, orphaned = an_order("sleep", "300"), an_order("sleep", "300")
+    pids = {}
+    for order in (exits, orphaned):
+        first.start_run(order)
+        pids[order] = (await first.event(order, RunStarted)).pid
+    first.end()
+    await trio.sleep(0.1)
+
+    second = Daemon(data_dir)
+    greet = second.supervisor._greet
+
+    async def greet_and_kill(*args: Any) -> None:
+        await greet(*args)
+        if args[0].attempt == exits.assignment.id:
+            os.kill(pids[exits], signal.SIGKILL)
+        else:
+            os.kill(args[0].shim.pid, signal.SIGKILL)
+        await trio.sleep(0.5)
+
+    second.supervisor._greet = greet_and_kill  # type: ignore[assignment, method-assign]
+    await second.start(nursery)
+    assert all(found.last is not None and found.last.alive for found in second.found)
+    assert (await second.event(exits, RunExited)).exit.signal == signal.SIGKILL
+    await second.event(exits, TreeGone)
+    await second.event(orphaned, TreeGone)
+    assert second.kinds(orphaned) == ["ShimDied", "TreeGone"]
+    assert not is_alive(pids[orphaned])
+
+
+async def test_a_shim_that_dies_just_before_a_start_is_answered_for(daemon: Daemon) -> None:
+    """Each StartRun has exactly one answer, whenever the shim is killed."""
+    for delay_seconds in (0.0, 0.002, 0.005, 0.01, 0.02):
+        order = an_order("sleep", "300")
+        daemon.start_run(order)
+        await daemon.event(order, RunStarted)
+        daemon.stop_run(order)
+        await daemon.event(order, TreeGone)
+        daemon.do(order, Note(text="a line"))
+        daemon.start_run(order, 2)
+        await trio.sleep(delay_seconds)
+        os.kill(shim_pid(daemon, order), signal.SIGKILL)
+        await until(lambda order=order: bool(daemon.answers(order, 2)))  # type: ignore[misc]
+        await trio.sleep(0.3)
+        answers = daemon.answers(order, 2)
+        assert answers in (["StartFailed"], ["RunStarted", "ShimDied"], ["ShimDied"], ["RunStarted"]), answers
+        if "RunStarted" in answers or "ShimDied" in answers:
+            daemon.stop_run(order, 2)
+            await daemon.event(order, TreeGone, 2)

@@ -1,4 +1,4 @@
-"""Each fuzz target stands its seeds and a few hundred mutations of them; and the runner tells how to see a failure again."""
+"""Each fuzz target stands its seeds and some hundred mutations; the runner tells how to see a failure again."""
 
 from __future__ import annotations
 

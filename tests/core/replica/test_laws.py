@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpulayer.core.agent import Agent
 from gpulayer.core.base import Tick
@@ -153,6 +153,10 @@ class World(RuleBasedStateMachine):
         return (ids[number % len(ids)], self.hosts[ids[number % len(ids)]]) if ids else None
 
     # --- what people and the log do ------------------------------------------------------------------------------
+
+    @initialize()
+    def begins_with_a_service(self) -> None:
+        self.submit("service", "always", None, True, None)
 
     @precondition(lambda self: self.submitted < ATTEMPTS_MAX)
     @rule(
@@ -336,12 +340,15 @@ class World(RuleBasedStateMachine):
                     pass
             self.hear(AttemptEvent(attempt=attempt, event=event))
 
-    @rule(number=st.integers(0, 2))
-    def all_is_quick(self, number: int) -> None:
-        """What is on the way arrives, in both directions."""
+    @rule(number=st.integers(0, 2), listens=st.booleans())
+    def all_is_quick(self, number: int, listens: bool) -> None:
+        """What is on the way arrives, in both directions, and maybe it comes up."""
         picked = self.pick(number)
         while picked is not None and (picked[1].requests or picked[1].events):
             self.carry_out(number)
+            self.deliver(number)
+        if listens:
+            self.listener_is_checked(number, is_found=True)
             self.deliver(number)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 30.0, 70.0]))
@@ -446,7 +453,7 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=150,
     stateful_step_count=50,
     deadline=None,
     database=None,

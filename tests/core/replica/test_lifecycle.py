@@ -767,6 +767,9 @@ def test_a_stop_that_is_on_its_way_is_not_sent_again() -> None:
     story = Story(service(), found=found_run(stopping="cancelled"), withdrawn=CANCELLED)
     assert story.asked(StopRun) == []
     assert story.status.state == "stopping"
+    story.exit(0, ended_by="stop:cancelled")
+    story.gone()
+    assert [report.outcome.result for report in story.asked(Report)] == ["cancelled"]
     story = Story(service(), found=found_run(stopping="restart_requested", restart_serial=0), serial=1)
     assert story.asked(StopRun) == []
     story.exit(0, ended_by="stop:restart_requested")

@@ -1,0 +1,362 @@
+"""The command line against a real daemon: what is printed where, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.daemon import Daemon, get, wait_for
+
+SERVE = ("sh", "-c", "exec python3 -u -m http.server --bind $HOST $PORT")
+SLEEP = ("--service", "--no-port", "--", "sleep", "300")
+
+
+def start(daemon: Daemon, *words: str) -> subprocess.Popen[str]:
+    """A command that stays, in a process group of its own, as a shell would start it."""
+    return subprocess.Popen(
+        [*daemon.command, *words],
+        env=daemon.env | {"GPULAYER_DATA_DIR": str(daemon.data_dir)},
+        cwd=daemon.home,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+# --- submit: services
+# ----------------------------------------------------------------------------------------------------
+
+
+def test_a_services_submit_returns_when_it_is_ready_with_its_addresses(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--service", "--name", "web", "--replicas", "2", "--spread", "any", *SERVE)
+    assert done.returncode == 0, done.stderr
+    job_id, *endpoints = done.stdout.splitlines()
+    assert job_id.startswith("j-")
+    assert len(endpoints) == 2
+    for endpoint in endpoints:
+        assert "Directory listing" in get(endpoint)
+    for index, endpoint in enumerate(endpoints):
+        assert f"task={index} placed on n1" in done.stderr
+        assert f"task={index} ready at {endpoint}" in done.stderr
+    assert daemon.cli("job", "endpoints", "web").stdout.splitlines() == endpoints
+    status = daemon.cli("job", "status", "web").stdout
+    assert re.search(
+        rf"^task=0 state=ready node=n1 endpoint={re.escape(endpoints[0])} restarts=0 ", status, re.MULTILINE
+    )
+    daemon.cli("job", "cancel", "web", "--wait", "10s")
+
+
+def test_a_service_that_fails_is_exit_1_with_reason_code_and_last_lines(daemon: Daemon) -> None:
+    done = daemon.cli(
+        "submit", "--service", "--name", "crash", "--max-restarts", "1", "--", "sh", "-c", "echo the cause; exit 7"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "exit code 7" in done.stderr
+    assert "  the cause" in done.stderr
+    assert "restarting: " in done.stderr
+    assert "Traceback" not in done.stderr
+    status = daemon.cli("job", "status", "crash").stdout
+    assert "state=failed" in status
+    assert "last exit: run 2: exit code 7" in status
+    assert "    the cause" in status
+
+
+def test_a_wait_that_is_over_says_what_it_still_waits_for(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--service", "--name", "mute", "--wait", "2s", "--", "sleep", "300")
+    assert (done.returncode, done.stdout) == (124, "")
+    assert "job mute is not ready after 2s: task=0 starting: nothing listens on" in done.stderr
+    assert "gpulayer job cancel mute" in done.stderr
+    assert daemon.cli_json("job", "status", "mute")["state"] == "starting"
+    daemon.cli("job", "cancel", "mute", "--wait", "10s")
+
+
+def test_ctrl_c_leaves_a_service_running_and_says_how_to_stop_it(daemon: Daemon) -> None:
+    command = start(daemon, "submit", "--service", "--name", "patient", "--", "sleep", "300")
+    wait_for(lambda: "patient" in daemon.cli("job", "list").stdout, 15)
+    os.killpg(command.pid, signal.SIGINT)
+    _, stderr = command.communicate(timeout=10)
+    assert command.returncode == 130
+    assert "job patient" in stderr
+    assert "goes on" in stderr
+    assert "gpulayer job cancel patient" in stderr
+    assert "Traceback" not in stderr
+    assert daemon.cli_json("job", "status", "patient")["state"] in ("starting", "running")
+    daemon.cli("job", "cancel", "patient", "--wait", "10s")
+
+
+def test_a_name_in_use_is_refused(daemon: Daemon) -> None:
+    assert daemon.cli("submit", "--detach", "--name", "taken", *SLEEP).returncode == 0
+    done = daemon.cli("submit", "--detach", "--name", "taken", *SLEEP)
+    assert done.returncode == 5
+    assert "taken" in done.stderr
+    assert daemon.cli("job", "cancel", "taken", "--wait", "10s").returncode == 0
+    assert daemon.cli("job", "cancel", "taken").returncode == 5
+
+
+# --- submit: batches
+# -----------------------------------------------------------------------------------------------------
+
+
+def test_an_attached_batch_passes_output_and_exit_code_on(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--", "sh", "-c", "echo out; echo err >&2; exit 3")
+    assert done.returncode == 3
+    assert done.stdout == "out\n"
+    assert done.stderr.splitlines()[0] == "err"
+    assert daemon.cli("submit", "--", "sh", "-c", "kill -TERM $$").returncode == 128 + 15
+    assert daemon.cli("submit", "--", "true").returncode == 0
+    assert daemon.cli("submit", "--", "no-such-program").returncode == 125
+
+
+def test_no_line_of_an_attached_batch_is_lost_or_doubled(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--", "sh", "-c", "seq 1 3000; sleep 0.2; seq 3001 5000")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(number) for number in range(1, 5001)]
+
+
+def test_lines_of_several_replicas_are_told_apart(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--replicas", "2", "--spread", "any", "--", "sh", "-c", "echo I am $GPULAYER_REPLICA")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] I am 0", "[1] I am 1"]
+
+
+def test_the_command_is_handed_on_untouched(daemon: Daemon) -> None:
+    words = ["--service", "--", "a b", "", "$HOME", "--name=x", "-h", "*"]
+    shown = ("python3", "-c", "import json, sys; print(json.dumps(sys.argv[1:]))")
+    assert json.loads(daemon.cli("submit", "--", *shown, *words).stdout) == words
+    assert json.loads(daemon.cli("submit", *shown, *words).stdout) == words
+
+
+def test_a_waiting_batch_says_why_and_waits_no_longer_than_it_is_told(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--name", "big", "--gpus", "1", "--wait", "1s", "--", "true")
+    assert done.returncode == 124
+    assert "task=0 waiting: no_capacity: " in done.stderr
+    assert "job big has not ended after 1s: task=0 waiting: " in done.stderr
+    status = daemon.cli("status").stdout
+    assert "big waits: no_capacity" in status
+    explained = daemon.cli("job", "explain", "big").stdout
+    assert "not on n1: " in explained
+    daemon.cli("job", "cancel", "big")
+
+
+def test_ctrl_c_leaves_a_batch_running(daemon: Daemon) -> None:
+    command = start(daemon, "submit", "--name", "long", "--", "sh", "-c", "echo begun; sleep 300")
+    assert command.stdout is not None
+    assert command.stdout.readline() == "begun\n"
+    os.killpg(command.pid, signal.SIGINT)
+    _, stderr = command.communicate(timeout=10)
+    assert command.returncode == 130
+    assert "gpulayer job cancel long" in stderr
+    assert daemon.cli_json("job", "status", "long")["state"] == "running"
+    daemon.cli("job", "cancel", "long", "--wait", "10s")
+
+
+def test_a_dry_run_says_where_it_would_go_and_submits_nothing(daemon: Daemon) -> None:
+    fits = daemon.cli("submit", "--dry-run", "--name", "dry", "--", "true")
+    assert fits.returncode == 0
+    assert "task=0 node=n1" in fits.stdout
+    waits = daemon.cli("submit", "--dry-run", "--service", "--gpus", "1", "--", "true")
+    assert waits.returncode == 1
+    assert "not on n1: " in waits.stdout
+    assert daemon.cli("job", "status", "dry").returncode == 4
+
+
+def test_a_job_file_is_submitted_and_options_win(daemon: Daemon) -> None:
+    workdir = daemon.home / "project"
+    workdir.mkdir()
+    (workdir / "job.toml").write_text(
+        'command = ["sh", "-c", "echo $A $B; pwd"]\nname = "from-file"\nworkdir = "."\nstop-grace = "1s"\n'
+        '[env]\nA = "1"\nB = "2"\n'
+    )
+    done = daemon.cli("submit", "--file", "project/job.toml", "--env", "B=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 3", str(workdir)]
+    (workdir / "service.toml").write_text(
+        'service = true\nname = "filed"\nno-port = true\ncommand = ["sleep", "300"]\n'
+    )
+    done = daemon.cli("submit", "--file", "project/service.toml")
+    assert done.returncode == 0, done.stderr
+    assert daemon.cli("submit", "--file", "project/service.toml").returncode == 5
+    daemon.cli("job", "cancel", "filed", "--wait", "10s")
+
+
+def test_a_relative_workdir_counts_from_here(daemon: Daemon) -> None:
+    (daemon.home / "here").mkdir()
+    done = daemon.cli("submit", "--workdir", "here", "--", "pwd")
+    assert done.stdout.splitlines() == [str(daemon.home / "here")]
+
+
+# --- job …
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_does_not_exist_is_exit_4(daemon: Daemon) -> None:
+    for words in (["status"], ["logs"], ["cancel"], ["wait"], ["endpoints"], ["events"], ["explain"], ["restart"]):
+        done = daemon.cli("job", *words, "nobody")
+        assert done.returncode == 4, (words, done.stderr)
+        assert "nobody" in done.stderr
+        assert done.stderr.count("\nhint: ") == 1
+    assert daemon.cli("job", "status", "").returncode == 4
+
+
+def test_json_has_the_keys_that_programs_rely_on(daemon: Daemon) -> None:
+    assert daemon.cli("submit", "--service", "--name", "keys", "--no-port", "sleep", "300").returncode == 0
+    status = daemon.cli_json("job", "status", "keys")
+    assert {"id", "name", "state", "reason", "revision", "replicas"} <= set(status)
+    wanted = {"index", "state", "reason", "node", "endpoint", "attempt", "restarts", "last_exit"}
+    assert wanted <= set(status["replicas"][0])
+    listed = daemon.cli_json("job", "list")
+    assert "keys" in [job["name"] for job in listed]
+    assert daemon.cli_json("job", "endpoints", "keys") == []
+    assert {"leader", "nodes", "gpus", "jobs"} <= set(daemon.cli_json("status"))
+    assert daemon.cli_json("audit")["differences"] == []
+    event = json.loads(daemon.cli("events", "--json").stdout.splitlines()[0])
+    assert {"offset", "at_utc", "kind", "text"} <= set(event)
+    line = json.loads(daemon.cli("job", "logs", "keys", "--json").stdout.splitlines()[0])
+    assert {"at_utc", "replica", "run", "stream", "kind", "text", "offset"} <= set(line)
+    assert json.loads(daemon.cli("submit", "--detach", "--json", "true").stdout)["id"].startswith("j-")
+    daemon.cli("job", "cancel", "keys", "--wait", "10s")
+
+
+def test_a_restart_is_a_new_run_and_a_line_in_the_log(daemon: Daemon) -> None:
+    assert daemon.cli("submit", "--name", "again", *SLEEP).returncode == 0
+    before = daemon.replica("again")
+    assert daemon.cli("job", "restart", "again.0").returncode == 0
+    after = daemon.wait_replica("again", lambda replica: replica["state"] == "ready" and replica["run"] == 2)
+    assert after["pid"] != before["pid"]
+    logs = daemon.cli("job", "logs", "again").stdout
+    assert "--- run 1 " in logs
+    assert "--- run 2 " in logs
+    assert daemon.cli("job", "restart", "again.5").returncode == 4
+    daemon.cli("job", "cancel", "again", "--wait", "10s")
+
+
+def test_logs_can_be_chosen_by_run_by_tail_and_by_age(daemon: Daemon) -> None:
+    script = "echo run of $GPULAYER_RUN_ID; echo more; exit 1"
+    daemon.cli("submit", "--service", "--name", "runs", "--max-restarts", "1", "--", "sh", "-c", script)
+    every = daemon.cli("job", "logs", "runs").stdout.splitlines()
+    assert len([line for line in every if line.startswith("run of ")]) == 2
+    previous = daemon.cli("job", "logs", "runs", "--previous").stdout.splitlines()
+    assert [line for line in previous if line.startswith("run of ")] == [
+        next(line for line in every if line.startswith("run of "))
+    ]
+    assert len(daemon.cli("job", "logs", "runs", "--tail", "1").stdout.splitlines()) == 1
+    assert "more" in daemon.cli("job", "logs", "runs", "--since", "10m").stdout
+    time.sleep(1.1)
+    assert "more" not in daemon.cli("job", "logs", "runs", "--since", "1s").stdout
+    assert daemon.cli("job", "logs", "runs", "--since", "yesterday").returncode == 2
+
+
+def test_followed_logs_end_with_the_job(daemon: Daemon) -> None:
+    script = "for i in 1 2 3; do echo tick $i; sleep 0.3; done"
+    daemon.cli("submit", "--detach", "--name", "ticks", "--", "sh", "-c", script)
+    done = daemon.cli("job", "logs", "ticks", "-f", timeout=20)
+    assert done.returncode == 0
+    assert [line for line in done.stdout.splitlines() if line.startswith("tick")] == ["tick 1", "tick 2", "tick 3"]
+
+
+def test_a_reader_that_goes_away_is_no_error(daemon: Daemon) -> None:
+    daemon.cli("submit", "--name", "chatty", "--", "seq", "1", "200000")
+    command = start(daemon, "job", "logs", "chatty")
+    assert command.stdout is not None
+    command.stdout.readline()
+    command.stdout.close()
+    assert command.stderr is not None
+    assert command.stderr.read() == ""
+    assert command.wait(20) == 141
+
+
+def test_waiting_for_a_job_tells_how_it_ended(daemon: Daemon) -> None:
+    daemon.cli("submit", "--detach", "--name", "good", "--", "true")
+    assert daemon.cli("job", "wait", "good").returncode == 0
+    daemon.cli("submit", "--detach", "--name", "bad", "--", "sh", "-c", "exit 9")
+    done = daemon.cli("job", "wait", "bad")
+    assert done.returncode == 1
+    assert "exit code 9" in done.stderr
+    daemon.cli("submit", "--detach", "--name", "slow", *SLEEP)
+    assert daemon.cli("job", "wait", "slow", "--timeout", "500ms").returncode == 124
+    daemon.cli("job", "cancel", "slow", "--wait", "10s")
+    assert daemon.cli("job", "endpoints", "slow", "--wait", "1s").returncode == 1
+
+
+def test_events_go_on_behind_an_offset(daemon: Daemon) -> None:
+    daemon.cli("submit", "--name", "evented", "--", "true")
+    lines = daemon.cli("job", "events", "evented").stdout.splitlines()
+    assert "job.submitted" in lines[0]
+    rest = daemon.cli("job", "events", "evented", "--since", lines[0].split()[0]).stdout.splitlines()
+    assert rest == lines[1:]
+
+
+# --- tokens
+# --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_printed_alone_and_works_until_it_is_revoked(daemon: Daemon) -> None:
+    made = daemon.cli("token", "create", "--role", "read", "--label", "a test")
+    assert made.returncode == 0, made.stderr
+    token = made.stdout.strip()
+    assert re.fullmatch(r"gpl_\S+", token)
+    listed = daemon.cli_json("token", "list")
+    entry = next(entry for entry in listed if entry["label"] == "a test")
+    assert token not in json.dumps(listed)
+    port = json.loads((daemon.data_dir / "api.json").read_text())["port"]
+    url = f"http://127.0.0.1:{port}"
+    assert daemon.cli("--url", url, "--token", token, "status").returncode == 0
+    assert daemon.cli("status", "--url", url, env={"GPULAYER_TOKEN": token}).returncode == 0
+    assert daemon.cli("--url", url, "--token", token, "submit", "--detach", "true").returncode == 5
+    assert daemon.cli("--url", url, "status").returncode == 5
+    assert daemon.cli("token", "revoke", entry["id"]).returncode == 0
+    assert daemon.cli("--url", url, "--token", token, "status").returncode == 5
+    assert daemon.cli("token", "revoke", entry["id"]).returncode == 4
+
+
+# --- leave
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_leave_is_refused_while_replicas_run(daemon: Daemon) -> None:
+    daemon.cli("submit", "--name", "stays", *SLEEP)
+    done = daemon.cli("leave")
+    assert done.returncode == 5
+    assert "--stop-all" in done.stderr
+    assert daemon.is_ready()
+    daemon.cli("job", "cancel", "stays", "--wait", "10s")
+
+
+def test_leave_stops_all_and_the_daemon_ends_with_0(tmp_path: Path) -> None:
+    own = Daemon(tmp_path).start()
+    try:
+        own.cli("submit", "--name", "last", *SLEEP)
+        done = own.cli("leave", "--stop-all")
+        assert done.returncode == 0, done.stderr
+        assert "left; the daemon has ended" in done.stderr
+        assert own.process is not None
+        assert own.process.wait(10) == 0
+        assert not own.all_on_host()
+    finally:
+        own.end()
+
+
+def test_audit_is_exit_1_where_a_process_of_ours_is_unknown(daemon: Daemon) -> None:
+    assert daemon.cli("audit").returncode == 0
+    stray = subprocess.Popen(
+        ["sleep", "60"],
+        env=daemon.env | {"GPULAYER_SANDBOX": f"{daemon.data_dir}/sandboxes/j-none.0.1", "GPULAYER_RUN_ID": "x"},
+    )
+    try:
+        done = daemon.cli("audit")
+        if done.returncode == 0:
+            pytest.skip("this daemon's audit does not count it; its own tests say what it counts")
+        assert done.returncode == 1
+        assert str(stray.pid) in done.stdout
+    finally:
+        stray.kill()
+        stray.wait()
