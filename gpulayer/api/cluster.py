@@ -97,7 +97,8 @@ async def leave(request: Request) -> Response:
             f"{len(live)} jobs have not ended ({shown})",
             hint="end them first, or say --stop-all to end them now; a restart of the daemon needs no leave",
         )
-    return Stream(request, _leave(node))
+    # The end of the daemon would cut the stream that says so.
+    return Stream(request, _leave(node), afterwards=node.leave)
 
 
 async def _leave(node: NodeFacade) -> AsyncIterator[Sequence[Item]]:
@@ -120,7 +121,6 @@ async def _leave(node: NodeFacade) -> AsyncIterator[Sequence[Item]]:
         with trio.move_on_after(KEEPALIVE_SECONDS):
             await node.wait_for_change(seen)
     yield [Item({"state": "left"})]
-    await node.leave()
 
 
 async def _stop(node: NodeFacade, job: JobId) -> None:

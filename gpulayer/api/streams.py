@@ -60,11 +60,15 @@ def wants_sse(request: Request) -> bool:
 class Stream(Response):
     """Sends what a source yields. What can be refused is refused before this is made."""
 
-    def __init__(self, request: Request, source: Source) -> None:
+    def __init__(
+        self, request: Request, source: Source, *, afterwards: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`afterwards` is done once the source has come to its end and the client was told, or has gone then."""
         self.status_code = 200
         self.background = None
         self._sse = wants_sse(request)
         self._source = source
+        self._afterwards = afterwards
         self.init_headers(
             {
                 "content-type": SSE if self._sse else NDJSON,
@@ -75,6 +79,7 @@ class Stream(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_ended = False
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
@@ -82,11 +87,15 @@ class Stream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if scope["method"] != "HEAD":
                     await self._send_all(send)
+                has_ended = True
+                # The server says by a disconnect that this was the end, which cancels what is here.
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 nursery.cancel_scope.cancel()
         except* GpulayerError as group:
             # Too late for an answer: the stream is cut, and whoever asks again is told.
             log.warning("api.stream_cut", path=scope["path"], reason=str(group.exceptions[0]))
+        if has_ended and self._afterwards is not None:
+            await self._afterwards()
 
     async def _send_all(self, send: Send) -> None:
         # aclosing: a generator that holds files is closed here and now, not by the garbage collector.

@@ -30,6 +30,7 @@ REASON_CODES: tuple[str, ...] = (
     "replica_ended",
     "restart_requested",
     "left_background_processes",
+    "cgroup_unavailable",
 )
 
 

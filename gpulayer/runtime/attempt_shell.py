@@ -733,6 +733,8 @@ class AttemptShell:
         cgroup = self._cgroup or (self._services.sandboxes.read_attempt(self.id) or {}).get("cgroup")
         if isinstance(cgroup, str):
             tree.remove_cgroup(cgroup)
+            if self._services.cgroup_base is not None:
+                self._services.cgroup_base.remove_if_empty()
 
     async def _quit(self, link: ShimLink) -> None:
         self._is_leaving = True

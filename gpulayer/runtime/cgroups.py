@@ -40,11 +40,21 @@ class CgroupBase:
     def make(self, name: str) -> str:
         """Its path; OSError says why it could not be made."""
         path = self.attempt(name)
-        try:
-            os.mkdir(path, 0o755)
-        except FileExistsError:
-            pass  # an earlier shim's of the same attempt
+        for is_last in (False, True):
+            try:
+                os.makedirs(path, 0o755, exist_ok=True)  # an earlier shim of the same attempt may have left it
+                break
+            except FileNotFoundError:  # the base was removed just now, because it was empty
+                if is_last:
+                    raise
         return path
+
+    def remove_if_empty(self) -> None:
+        """The base itself: a host should not collect directories of daemons that have nothing to do."""
+        try:
+            os.rmdir(self.path)
+        except OSError:
+            pass  # in use, or never made
 
     def remove_leftovers(self, keep: Container[str]) -> list[str]:
         """Removes what is empty and not in `keep`; the names of what went. One with processes stays, the kernel sees to
@@ -59,8 +69,8 @@ class CgroupBase:
 def prepare(
     name: str, *, mode: CgroupMode = "auto", mountinfo: str | None = None, own: str | None = None
 ) -> CgroupBase | Unavailable:
-    """Makes `<our own cgroup>/<name>`. The last two are what the kernel says in /proc/self/mountinfo and
-    /proc/self/cgroup."""
+    """Tries whether `<our own cgroup>/<name>` can be made and used. The last two are what the kernel says in
+    /proc/self/mountinfo and /proc/self/cgroup."""
     if mode == "off":
         return Unavailable("turned off in the configuration")
     try:
@@ -89,7 +99,9 @@ def prepare(
     for procs in (f"{base}/cgroup.procs", f"{os.path.dirname(base)}/cgroup.procs"):
         if not os.access(procs, os.W_OK):
             return Unavailable(f"cannot write {procs}; with systemd, set Delegate=yes")
-    return CgroupBase(base, frozenset(_read(f"{base}/cgroup.controllers").split()))
+    prepared = CgroupBase(base, frozenset(_read(f"{base}/cgroup.controllers").split()))
+    prepared.remove_if_empty()
+    return prepared
 
 
 def find_mount(mountinfo: str) -> tuple[str, str] | None:

@@ -178,6 +178,7 @@ class Supervisor:
         if self._services.cgroup_base is not None:
             keep = {str(attempt) for attempt in self._attempts}
             self._services.cgroup_base.remove_leftovers(keep)
+            self._services.cgroup_base.remove_if_empty()
         return tuple(found)
 
     def _read_sandboxes(self) -> list[OnDisk]:

@@ -1,8 +1,8 @@
 """The spawner: forks shims. One small process per daemon, which has imported everything a shim will ever need.
 
 A forked shim is there in 3 ms and shares its memory with its siblings; an executed one would take 15 ms and twice the
-memory (docs/decisions/0001). That all is imported here also means that a shim never reads a file of this package again: an upgrade may
-replace them while it runs.
+memory (docs/decisions/0001). That all is imported here also means that a shim never reads a file of this package
+again: an upgrade may replace them while it runs.
 
     request  {"op": "spawn", "dir": <attempt directory>, "nofile": [soft, hard]?}
     answer   {"ok": true, "pid", "start_time"}, once the shim listens, or {"ok": false, "error": {"code", "message",

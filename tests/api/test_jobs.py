@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -199,3 +200,14 @@ def test_a_kept_connection_serves_one_request_after_another(daemon: Daemon) -> N
     response = connection.getresponse()
     assert (response.status, response.read()) == (200, b"")
     connection.close()
+
+
+def test_leaving_with_stop_all_ends_everything_and_then_the_daemon(own_daemon: Daemon) -> None:
+    own_daemon.submit(*SLEEP)
+    own_daemon.submit("true", gpus=64)
+    answer = own_daemon.ask("POST", "/v1/leave", {"stop_all": True})
+    told = [json.loads(line) for line in answer.body.splitlines() if line.strip()]
+    assert told[0]["state"] == "stopping"
+    assert told[-1] == {"state": "left"}
+    assert own_daemon.process.wait(5) == 0
+    assert not own_daemon.socket_path.exists()

@@ -52,7 +52,7 @@ def test_the_first_word_that_is_no_option_begins_the_command(words: list[str], p
 
 def test_the_flags_of_submit_are_those_that_its_signature_has() -> None:
     arguments = command_line.make_app()["submit"].assemble_argument_collection()
-    flags = {name for argument in arguments if argument.hint is bool for name in argument.names}
+    flags = {argument.names[0] for argument in arguments if argument.hint is bool}
     assert flags == SUBMIT_FLAGS - {"--help", "-h", "--version"}
 
 

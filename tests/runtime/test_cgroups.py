@@ -87,3 +87,13 @@ def test_empty_leftovers_go_and_those_with_processes_or_an_owner_stay(base: cgro
         process.kill()
         process.wait()
     assert set(base.remove_leftovers(keep=())) == {"kept", "busy"}
+
+
+def test_the_base_is_there_only_while_it_holds_something(base: cgroups.CgroupBase) -> None:
+    assert not os.path.exists(base.path)
+    base.make("one")
+    base.remove_if_empty()
+    assert os.path.isdir(base.attempt("one"))
+    base.remove_leftovers(keep=())
+    base.remove_if_empty()
+    assert not os.path.exists(base.path)

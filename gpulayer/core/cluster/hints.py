@@ -29,6 +29,7 @@ HINTS: dict[str, str] = {
     "replica_ended": "see the replica that ended first; --on-replica-end keep would have left the others running",
     "restart_requested": "nothing: a new run starts by itself",
     "left_background_processes": "start the last program with exec, or end the script with wait",
+    "cgroup_unavailable": "its processes are followed by descent alone; with systemd, set Delegate=yes in the unit",
 }
 _OTHERWISE = "see `gpulayer job events JOB` and `gpulayer job logs JOB`"
 

@@ -67,7 +67,9 @@ class Host:
     exit: Exit | None = None
     started: float = 0.0
     ended: float = 0.0
-    """When the newest run ended, or failed to begin."""
+    """When the newest run ended."""
+    failed: float = 0.0
+    """When the agent heard of a start that failed. Nothing on disk tells the next daemon of it."""
     stopping: str = ""
     executions: int = 0
     listed_run: int | None = None
@@ -142,7 +144,7 @@ class World(RuleBasedStateMachine):
         assert self.log[attempt].assignment.withdrawn is None
         counted = host.marker is not None and start.restarts > host.marker.restarts
         if counted:
-            assert self.now >= host.ended + backoff.delay(start.failures) - 1e-6, "before its delay"
+            assert self.now >= max(host.ended, host.failed) + backoff.delay(start.failures) - 1e-6, "before its delay"
         assert spec.max_restarts is None or start.restarts <= spec.max_restarts
 
     def orders_changed(self) -> None:
@@ -249,7 +251,6 @@ class World(RuleBasedStateMachine):
                 host.has_sandbox = True
                 if fails:
                     reason = Reason(code="bad_command", text="no such file")
-                    host.ended = self.now
                     host.events.append(StartFailed(run=run, reason=reason, at_utc=self.utc))
                     return
                 host.marker, host.exit, host.started, host.stopping = request, None, self.now, ""
@@ -269,8 +270,8 @@ class World(RuleBasedStateMachine):
     def utc(self) -> float:
         return EPOCH_UTC + self.now
 
-    @rule(number=st.integers(0, 2), code=st.sampled_from([0, 1]), leaves=st.booleans())
-    def process_exits(self, number: int, code: int, leaves: bool) -> None:
+    @rule(number=st.integers(0, 2), code=st.sampled_from([0, 1]), leaves=st.booleans(), is_heard=st.booleans())
+    def process_exits(self, number: int, code: int, leaves: bool, is_heard: bool = False) -> None:
         picked = self.pick(number)
         if picked is None or not (picked[1].process and picked[1].shim):
             return
@@ -286,6 +287,8 @@ class World(RuleBasedStateMachine):
         host.events.append(RunExited(exit=host.exit))
         if not leaves:
             self.tree_ends(number)
+        if is_heard:
+            self.all_is_quick(number, listens=False)
 
     @rule(number=st.integers(0, 2))
     def tree_ends(self, number: int) -> None:
@@ -312,8 +315,8 @@ class World(RuleBasedStateMachine):
                 host.ended = self.now
             host.events.append(ShimDied(run=host.run, at_utc=self.utc))
 
-    @rule(number=st.integers(0, 2), is_found=st.booleans())
-    def listener_is_checked(self, number: int, is_found: bool) -> None:
+    @rule(number=st.integers(0, 2), is_found=st.booleans(), is_heard=st.booleans())
+    def listener_is_checked(self, number: int, is_found: bool, is_heard: bool) -> None:
         picked = self.pick(number)
         if picked is None or not (picked[1].process and picked[1].shim):
             return
@@ -322,6 +325,8 @@ class World(RuleBasedStateMachine):
             host.events.append(ListenerFound(run=host.run, at_utc=self.utc))
         else:
             host.events.append(ListenerMissing(run=host.run, reason=Reason(code="not_listening")))
+        if is_heard:
+            self.all_is_quick(number, listens=False)
 
     @rule(number=st.integers(0, 2), is_doubled=st.booleans())
     def deliver(self, number: int, is_doubled: bool = False) -> None:
@@ -334,6 +339,8 @@ class World(RuleBasedStateMachine):
             match event:
                 case ListenerFound(run=run):
                     host.listed_run = run
+                case StartFailed():
+                    host.failed = self.now
                 case ListenerMissing() | RunExited() | ShimDied():
                     host.listed_run = None
                 case _:
@@ -348,7 +355,7 @@ class World(RuleBasedStateMachine):
             self.carry_out(number)
             self.deliver(number)
         if listens:
-            self.listener_is_checked(number, is_found=True)
+            self.listener_is_checked(number, is_found=True, is_heard=False)
             self.deliver(number)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 30.0, 70.0]))
@@ -369,6 +376,7 @@ class World(RuleBasedStateMachine):
             host.requests.clear()
             host.events.clear()
             host.listed_run = None
+            host.failed = 0.0
             host.is_swept = False
             host.is_discarded = False
         self.proposals.clear()
