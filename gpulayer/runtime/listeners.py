@@ -374,7 +374,7 @@ class ListenerChecks:
         return Reason(
             code="port_taken",
             text=f"port {watched.port} is held by {who}, which is not of this replica",
-            hint=f"end it, or keep other programs out of the range of service ports; the replica should listen on $PORT "
+            hint="end it, or keep other programs out of the range of service ports; the replica should listen on $PORT "
             f"({watched.port}) itself and not through another program",
         )
 

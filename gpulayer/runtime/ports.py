@@ -67,8 +67,8 @@ class Ports:
         raise NoPort(
             Reason(
                 code="port_taken",
-                text=f"no port is free in {self._ports[0]}-{self._ports[-1]}: {held} are held by replicas of this node, "
-                f"{taken} by other programs, {had} were this replica's a moment ago",
+                text=f"no port is free in {self._ports[0]}-{self._ports[-1]}: {held} are held by replicas of this node,"
+                f" {taken} by other programs, {had} were this replica's a moment ago",
                 hint="widen the range of service ports on this node, or end what holds them",
             )
         )

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from gpulayer.core.replica.messages import Tick
+from gpulayer.core.base import Tick
 from gpulayer.model.units import Instant
 from gpulayer.runtime.drive import Inbox, InboxFull, drive
 from gpulayer.runtime.watch import Watch

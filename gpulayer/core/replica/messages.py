@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gpulayer.core.base import Tick as Tick
+from gpulayer.core.base import Tick
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import Assignment, Exit, Outcome, Reason
