@@ -16,8 +16,9 @@ __version__ = "0.1.0"
 # typing.TYPE_CHECKING without the import of typing: type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from gpulayer.client.logs import LogLine
     from gpulayer.client.requests import JobRequest, Retry, batch, service
-    from gpulayer.client.sync import Client, Job, LogLine, connect
+    from gpulayer.client.sync import Client, Job, connect
     from gpulayer.model.errors import (
         GpulayerError,
         InvalidRequest,
@@ -37,7 +38,7 @@ _PUBLIC = {
     "Job": "gpulayer.client.sync",
     "JobEnded": "gpulayer.model.errors",
     "JobRequest": "gpulayer.client.requests",
-    "LogLine": "gpulayer.client.sync",
+    "LogLine": "gpulayer.client.logs",
     "NotFound": "gpulayer.model.errors",
     "PermissionDenied": "gpulayer.model.errors",
     "Refused": "gpulayer.model.errors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +30,7 @@ class Connection:
     def client(self) -> Client:
         from gpulayer.client.sync import connect
 
+        gc.enable()
         return connect(self.url, self.token, self.data_dir)
 
 

@@ -7,6 +7,7 @@ failure.
 
 from __future__ import annotations
 
+import gc
 import http.client
 import os
 import shutil
@@ -63,6 +64,7 @@ def demo() -> None:
     """Run a service of two replicas on a daemon of its own, kill one replica, watch it come back; leaves nothing
     behind.
     """
+    gc.enable()
     begun = time.monotonic()
     with _sigterm_as_interrupt(), _temporary_directory() as directory, _daemon(directory) as client:
         _show(client, directory, begun)
@@ -174,8 +176,7 @@ def _answers(endpoint: str) -> bool:
         connection.close()
 
 
-# --- what it needs, and takes away again
-# ---------------------------------------------------------------------------------
+# --- what it needs, and takes away again --------------------------------------------------------------------------
 
 
 @contextmanager

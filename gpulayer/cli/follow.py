@@ -12,7 +12,8 @@ from typing import Any
 from gpulayer.cli.failure import NOT_THE_JOBS_OWN, Interrupted
 from gpulayer.cli.jobs import exit_text, log_text
 from gpulayer.cli.render import clean, note, reason_text, say, say_json
-from gpulayer.client.sync import ENDED_STATES, Document, Job, LogLine, ended, is_all_ready, waiting_for
+from gpulayer.client.logs import LogLine
+from gpulayer.client.sync import ENDED_STATES, Document, Job, ended, is_all_ready, waiting_for
 from gpulayer.model.errors import GpulayerError, JobEnded, WaitTimeout
 from gpulayer.model.units import format_duration
 

@@ -1,13 +1,11 @@
-"""Help pages as plain text that fits the terminal. Of a group of commands: from its table, so that nothing is imported
-for it.
+"""Help pages as plain text that fits the terminal. Those of groups are made from tables; nothing is imported for them.
 
-The page of one command is cyclopts'; only its looks are from here (its own need rich, or do not align).
+The page of one command is cyclopts'; only its looks are from here (its own need rich, or do not align). The looks are
+named with every command, so what they need is imported when they print.
 """
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,8 @@ _LABEL_WIDTH_MAX = 28
 
 
 def width() -> int:
+    import shutil
+
     return max(40, min(WIDTH_MAX, shutil.get_terminal_size().columns))
 
 
@@ -30,6 +30,8 @@ def group_page(usage: str, text: str, panels: Mapping[str, Mapping[str, str]]) -
 
 
 def paragraphs(text: str) -> str:
+    import textwrap
+
     return "\n\n".join(
         textwrap.fill(" ".join(block.split()), width(), break_on_hyphens=False) for block in text.split("\n\n")
     )
@@ -37,6 +39,8 @@ def paragraphs(text: str) -> str:
 
 def columns(title: str, rows: Iterable[tuple[str, str]]) -> str:
     """Labels left, words right of them; a label too long for its column has a line of its own."""
+    import textwrap
+
     listed = list(rows)
     label_width = min(_LABEL_WIDTH_MAX, max(len(label) for label, _ in listed))
     lines = [f"{title}:"]

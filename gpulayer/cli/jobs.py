@@ -12,7 +12,8 @@ from gpulayer.cli.cluster import say_events
 from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.options import job_and_replica, moment
 from gpulayer.cli.render import ago, clean, note, pairs, reason_text, say, say_json, say_now, table, utc
-from gpulayer.client.sync import Client, Job, LogLine, ended
+from gpulayer.client.logs import LogLine
+from gpulayer.client.sync import Client, Job, ended
 from gpulayer.model.errors import InvalidRequest, NotFound
 from gpulayer.model.units import format_duration, parse_duration
 
@@ -332,6 +333,8 @@ def job_restart(job: str, /, *, json: bool = False, connection: Connection = LOC
     if json:
         say_json(answer)
         return
+    for sentence in answer.get("skipped", ()):
+        note(f"left alone: {clean(sentence)}")
     which = ", ".join(str(replica) for replica in answer["replicas"])
     note(f"restarting task {which} of {answer['name']}; see: gpulayer job status {answer['name']}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 
 from gpulayer.cli.connection import LOCAL, Connection
@@ -29,6 +31,7 @@ def leave_and_wait(client: Client, *, stop_all: bool) -> None:
     """Ask it to leave, tell how many replicas are left to stop, return when it does not answer any more."""
     told: int | None = None
     has_left = False
+    daemon = _daemon_process(client)
     try:
         for progress in client.leave(stop_all=stop_all):
             has_left = progress["state"] == "left"
@@ -42,8 +45,31 @@ def leave_and_wait(client: Client, *, stop_all: bool) -> None:
             raise
     if not has_left:
         raise GpulayerError("the daemon did not say that it has left", hint="see its log")
+    if not _has_ended(client, daemon):
+        raise GpulayerError("the daemon has left, but has not ended", hint="see its log")
+
+
+def _daemon_process(client: Client) -> int | None:
+    """A descriptor of the daemon's process (pidfd_open(2)), where it is one of this host."""
+    pid = client.daemon_pid()
+    if pid is None:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _has_ended(client: Client, daemon: int | None) -> bool:
+    """Whether it ended in time: its process, which until then holds the lock of its data directory."""
+    if daemon is not None:
+        try:
+            return bool(select.select([daemon], [], [], GONE_SECONDS_MAX)[0])
+        finally:
+            os.close(daemon)
     deadline = time.monotonic() + GONE_SECONDS_MAX
     while client.ready():
         if time.monotonic() > deadline:
-            raise GpulayerError("the daemon has left, but still answers", hint="see its log")
+            return False
         time.sleep(0.02)
+    return True

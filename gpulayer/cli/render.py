@@ -10,6 +10,10 @@ from typing import Any
 
 from gpulayer.model.units import format_duration
 
+_GAP = "  "
+# A column narrower than this says nothing; the line may wrap then.
+_LAST_WIDTH_MIN = 12
+
 
 def say(text: str = "") -> None:
     """A line of the answer. Nothing is flushed: see `say_now` for what people wait for."""
@@ -57,27 +61,26 @@ def pairs(**fields: object) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns under headers. On a terminal rich makes them fit; elsewhere they are as wide as what is in them."""
-    cells = [[clean(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        _rich_table(headers, cells)
-        return
-    widths = [max(len(row[place]) for row in [list(headers), *cells]) for place in range(len(headers))]
-    for row in [list(headers), *cells]:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    """Columns under headers. On a terminal the last one is cut where a line would be too long."""
+    cells = [list(headers), *([clean(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(headers))]
+    is_terminal = sys.stdout.isatty()
+    if is_terminal:
+        before_last = sum(width + len(_GAP) for width in widths[:-1])
+        widths[-1] = max(_LAST_WIDTH_MIN, min(widths[-1], _terminal_width() - before_last))
+    for place, row in enumerate(cells):
+        line = _GAP.join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        say(f"\033[1m{line}\033[0m" if is_terminal and place == 0 else line)
 
 
-def _rich_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for header in headers:
-        made.add_column(header, overflow="fold")
-    for row in cells:
-        # Text, not markup: "[0]" in a reason is a reason.
-        made.add_row(*(cell.replace("[", r"\[") for cell in row))
-    Console().print(made)
+
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns
 
 
 def reason_text(reason: Mapping[str, Any] | None) -> str:

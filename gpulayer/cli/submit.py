@@ -1,9 +1,8 @@
 """gpulayer submit: words, or a file, become a request; then the command stays with the job as was asked for."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: cyclopts would have to evaluate the text of each of 35 annotations,
+# which takes longer than the request itself.
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,6 @@ from gpulayer.client.requests import RETRY_OF_BATCH, RETRY_OF_SERVICE, JobReques
 from gpulayer.client.sync import Client, Document, Job
 from gpulayer.model.errors import GpulayerError, InvalidRequest
 from gpulayer.model.units import parse_count, parse_duration
-from gpulayer.wire.http import nearest
 
 _NEEDS = Group("What a replica needs", sort_key=10)
 _POLICY = Group("How it is kept running", sort_key=20)
@@ -212,8 +210,7 @@ def _check_workdir(request: JobRequest, client: Client) -> None:
         raise InvalidRequest(f"workdir: {workdir} {what}", hint="make it first, or leave --workdir out for a sandbox")
 
 
-# --- keys to a request
-# ---------------------------------------------------------------------------------------------------
+# --- keys to a request --------------------------------------------------------------------------------------------
 
 
 def request_from_keys(keys: Mapping[str, Any]) -> JobRequest:
@@ -300,8 +297,7 @@ def _variable(text: str, what: str) -> tuple[str, str]:
     return text, os.environ[text]
 
 
-# --- a job in a file
-# -----------------------------------------------------------------------------------------------------
+# --- a job in a file ----------------------------------------------------------------------------------------------
 
 # Key -> what a TOML value must be. Nothing is guessed: `replicas = "2"` is refused as `--replicas two` is.
 _FILE_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -343,6 +339,8 @@ _FILE_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 def _from_file(path: str) -> dict[str, Any]:
     """The keys of a job file, in the form that the options have. Paths in it count from where the file is."""
+    import tomllib
+
     try:
         table = tomllib.loads(_read_text(path, "file"))
     except tomllib.TOMLDecodeError as error:
@@ -351,6 +349,8 @@ def _from_file(path: str) -> dict[str, Any]:
     for written, value in table.items():
         key = written.replace("-", "_")
         if key not in _FILE_KEYS:
+            from gpulayer.wire.http import nearest
+
             shown = [known.replace("_", "-") if "-" in written else known for known in _FILE_KEYS]
             raise InvalidRequest(f"{path}: unknown key {written!r}", hint=nearest(written, shown))
         if key in keys:

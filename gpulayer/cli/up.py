@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -49,6 +50,7 @@ def up(
     from gpulayer.node.config import UpOptions
     from gpulayer.node.daemon import run
 
+    gc.enable()
     return run(
         UpOptions(
             data_dir=data_dir,

@@ -14,7 +14,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import quote, urlencode
 
@@ -26,6 +25,7 @@ from gpulayer.model.units import format_duration
 
 if TYPE_CHECKING:
     # Reading needs none of it, and it brings the whole model along: a tenth of the time that a command takes.
+    from gpulayer.client.logs import LogLine
     from gpulayer.client.requests import JobRequest
 
 Document: TypeAlias = dict[str, Any]
@@ -34,26 +34,6 @@ ENDED_STATES = frozenset(("succeeded", "failed", "cancelled", "lost"))
 # 0.1 s doubling to 3.2 s is 6.3 s in all: longer than a daemon takes to be restarted, shorter than a person waits.
 _SUBMIT_RETRY_DELAYS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _PAGE_JOBS = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine:
-    """One line of a replica's output, or one that its supervisor wrote about it. `str(line)` is its text."""
-
-    at_utc: float
-    replica: int
-    attempt: int
-    run: int
-    stream: str
-    """stdout, stderr, or supervisor."""
-    kind: str
-    """output, run_started, run_ended, supervisor, gap (lines were lost), rotated."""
-    text: str
-    offset: str
-    """Where it is; `logs(after=…)` goes on behind it."""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def connect(url: str | None = None, token: str | None = None, data_dir: str | None = None) -> Client:
@@ -182,6 +162,10 @@ class Client:
             return False
         return True
 
+    def daemon_pid(self) -> int | None:
+        """The daemon's process on this host; None where it is asked over http."""
+        return self._transport.peer_pid()
+
     def _events(self, path: str, after: str | None, follow: bool) -> Iterator[Document]:
         def path_after(last: Document | None) -> str:
             return _path(path, after=after if last is None else last["offset"], follow=int(follow) or None)
@@ -275,6 +259,7 @@ class Job:
         many lines; `after`: behind the offset of a line. With `follow` it goes on until the job ends, also through a
         restart of the daemon.
         """
+        from gpulayer.client.logs import log_line
 
         def path_after(last: Document | None) -> str:
             return _path(
@@ -292,7 +277,7 @@ class Job:
             found = resumed_documents(self._transport, path_after, is_over=self._has_ended)
         else:
             found = documents(self._transport, path_after(None))
-        return (_log_line(line) for line in found)
+        return (log_line(line) for line in found)
 
     def wait(self, timeout: float | None = None) -> Document:
         """Its last status, once it has ended, however it did. WaitTimeout after `timeout` seconds, with what it waits
@@ -373,19 +358,6 @@ def replica_words(replica: Mapping[str, Any]) -> str:
     """State and reason of one replica, as people read it."""
     reason = replica["reason"]
     return f"{replica['state']}: {reason['text'] or reason['code']}" if reason else str(replica["state"])
-
-
-def _log_line(line: Document) -> LogLine:
-    return LogLine(
-        at_utc=line["at_utc"],
-        replica=line["replica"],
-        attempt=line["attempt"],
-        run=line["run"],
-        stream=line["stream"],
-        kind=line["kind"],
-        text=line["text"],
-        offset=line["offset"],
-    )
 
 
 def _deadline(timeout: float | None) -> float:

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,19 @@ class Transport:
             raise
         connection.close()
         raise self._error(response.status, content)
+
+    def peer_pid(self) -> int | None:
+        """The process behind the socket, where there is one: the kernel says it (SO_PEERCRED, unix(7))."""
+        if not isinstance(self.address, UnixSocket):
+            return None
+        connection = self._connected()
+        try:
+            credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        finally:
+            connection.close()
+        pid: int = struct.unpack("3i", credentials)[0]
+        # 0: a process of another pid namespace.
+        return pid or None
 
     def _connected(self) -> http.client.HTTPConnection:
         # The name is only for http.client, which puts it nowhere: the Host header is our own.

@@ -64,7 +64,6 @@ def main(runs: int) -> int:
                 env,
             )
         finally:
-            subprocess.run([*gpulayer, "leave", "--stop-all"], env=env, capture_output=True, check=False)
             daemon.end()
     print(
         f"machine: {os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}; {runs} runs each"

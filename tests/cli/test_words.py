@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +16,11 @@ from gpulayer.cli.submit import request_from_keys
 from gpulayer.cli.words import SUBMIT_FLAGS, command_place, is_attached_batch, with_command_marked, with_globals_last
 from gpulayer.model.errors import InvalidRequest
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 GPULAYER = (sys.executable, "-m", "gpulayer")
 
 
 def run(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    import os
-
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")}
     return subprocess.run(
         [*GPULAYER, *words], env=clean | (env or {}), cwd=cwd, capture_output=True, text=True, timeout=30, check=False
@@ -195,6 +197,42 @@ def test_an_env_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.Mo
     file.write_text("# a comment\n\nA=1\nB='two words'\nC=x=y\nFROM_HERE\nD=\n")
     request = request_from_keys({"command": ["ls"], "env_file": [str(file)], "env": ["A=2"]})
     assert dict(request.spec.env) == {"A": "2", "B": "two words", "C": "x=y", "FROM_HERE": "here", "D": ""}
+
+
+def documented_examples() -> list[list[str]]:
+    text = (DOCUMENT.read_text()).replace(r"\|", "|")
+    found = [shlex.split(example) for example in re.findall(r"\| `(gpulayer [^`]+)` \|$", text, re.MULTILINE)]
+    assert len(found) > 40
+    return [words[1:] for words in found]
+
+
+@pytest.mark.parametrize("words", documented_examples(), ids=" ".join)
+def test_every_example_in_the_document_is_understood(words: list[str]) -> None:
+    app = command_line.make_app()
+    app.parse_args(with_command_marked(words), exit_on_error=False, print_error=False)
+
+
+def test_every_option_of_every_command_is_documented() -> None:
+    text = DOCUMENT.read_text()
+    app = command_line.make_app()
+    commands = [app[name] for name in app if not name.startswith("-")]
+    commands += [group[name] for group in (app["job"], app["token"]) for name in group if not name.startswith("-")]
+    missing = {
+        argument.names[0]
+        for command in commands
+        if command.default_command is not None
+        for argument in command.assemble_argument_collection()
+        if argument.names and argument.names[0].startswith("--") and f"{argument.names[0]}" not in text
+    }
+    assert not missing
+
+
+def test_the_job_file_in_the_document_is_a_job(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```toml\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "job.toml"
+    file.write_text(block)
+    # Read, and sent: it gets as far as finding that nobody is there.
+    assert run("submit", "--file", str(file), env={"GPULAYER_DATA_DIR": str(tmp_path)}).returncode == 3
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -12,6 +12,7 @@ import pytest
 
 import gpulayer as gl
 from gpulayer.client.address import Loopback, UnixSocket, find_address, parse_url
+from gpulayer.wire.http import spec_to_json, submit_from_json
 
 
 def test_importing_the_client_brings_nothing_heavy_along() -> None:
@@ -48,6 +49,20 @@ def test_a_batch_has_no_port_and_is_not_placed_again() -> None:
     body = gl.batch(["python", "train.py"], name="train").body()
     assert (body["kind"], body["name"], body["port"]) == ("batch", "train", False)
     assert (body["restart"], body["retry_max_attempts"]) == ("never", 0)
+
+
+def test_the_body_is_the_specification_as_the_node_writes_it() -> None:
+    for request in (
+        gl.service(
+            ["a", "b"], name="x", gpus=0.5, gpu_model=["*A100*", "*H100*"], labels={"zone": "a"}, env={"A": "1"}
+        ),
+        gl.service(["a"], name="x", cpus=2.5, memory="1GiB", workdir="/tmp", max_restarts=3, start_timeout_seconds=5),
+        gl.batch(["a"], name="x", gpus=2, gpu_memory="24GiB", vendor="nvidia", timeout_seconds=60, priority=7),
+    ):
+        assert request.body() == spec_to_json(request.spec)
+        assert submit_from_json(request.body()).spec == request.spec
+    unnamed = gl.batch(["a"])
+    assert submit_from_json(unnamed.body()).name_is_derived
 
 
 @pytest.mark.parametrize(

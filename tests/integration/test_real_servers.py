@@ -60,7 +60,7 @@ def test_a_jupyter_server(daemon: Daemon, tmp_path: Path) -> None:
     assert_is_cancelled_without_trace(daemon, job)
 
 
-def test_uvicorn(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_uvicorn_server(daemon: Daemon, tmp_path: Path) -> None:
     needs("uvicorn")
     (tmp_path / "app.py").write_text(ASGI_APP)
     job = daemon.submit(

@@ -1,4 +1,4 @@
-"""The program is replaced under running replicas, by a newer one and back: same pids, no line and no exit code lost (P8)."""
+"""The program is replaced under running replicas, by a newer one and back: no pid, line or exit code changes (P8)."""
 
 from __future__ import annotations
 

@@ -218,16 +218,7 @@ def adopt(order: Order, found: FoundAttempt, now: Instant, *, advertise: str) ->
     withdrawn = order.assignment.withdrawn
     if withdrawn is not None:
         life = replace(life, phase=Stopping(process=process, reason=withdrawn, cancelled=True))
-    if last.exit is not None and not last.alive:
-        exit = replace(last.exit, run=last.run)
-    else:
-        exit = Exit(
-            run=last.run,
-            ended_by="supervisor_killed",
-            ended_at_utc=last.started_at_utc + last.started_seconds_ago,
-            uptime_seconds=max(0.0, last.started_seconds_ago),
-        )
-    life, effects = _exited(life, process, exit, now)
+    life, effects = _exited(life, process, _exit_found(last), now)
     if not last.gone and not found.shim_alive:
         effects.insert(0, _sweep(last.run))
     return _told(life, (life, [_announce(life, "replica.adopted", _found_text(last)), *effects]), now)
@@ -780,6 +771,22 @@ def _process_found(last: FoundRun, now: Instant) -> Process:
         started=Instant(now - max(0.0, last.started_seconds_ago)),
         started_at_utc=last.started_at_utc,
         tree_gone=last.gone,
+    )
+
+
+def _exit_found(last: FoundRun) -> Exit:
+    """The note, or what is said without one. When it ended nobody saw: now, so that no backoff is cut short."""
+    if (
+        last.exit is not None
+        and not last.alive
+        and (last.exit.ended_by != "supervisor_killed" or last.exit.ended_at_utc)
+    ):
+        return replace(last.exit, run=last.run)
+    return Exit(
+        run=last.run,
+        ended_by="supervisor_killed",
+        ended_at_utc=last.started_at_utc + last.started_seconds_ago,
+        uptime_seconds=max(0.0, last.started_seconds_ago),
     )
 
 

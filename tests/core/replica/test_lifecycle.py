@@ -747,6 +747,13 @@ def test_a_batch_whose_supervisor_died_without_a_daemon_is_swept_and_not_execute
     assert story.gone() == [ReportReleased(), Discard()]
 
 
+def test_the_wait_after_an_end_that_nobody_saw_counts_from_now() -> None:
+    exit = Exit(run=1, ended_by="supervisor_killed")
+    story = Story(service(), found=found_run(alive=False, gone=True, exit=exit), shim_alive=False)
+    assert story.asked(StartRun) == []
+    assert story.status.next_start_at_utc == story.utc + 1.0
+
+
 def test_a_sandbox_without_a_marker_means_that_nothing_was_executed() -> None:
     begun = order(batch())
     found = FoundAttempt(attempt=begun.assignment.id, shim_alive=True, first_started_seconds_ago=None, last=None)
