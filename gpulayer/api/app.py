@@ -29,8 +29,8 @@ from gpulayer.api.problems import (
     answer_for_bug,
     no_such_path,
 )
-from gpulayer.api.requests import BODY, MOMENTS, Moments
-from gpulayer.model.cluster import ROLES, ClusterState, Role
+from gpulayer.api.requests import BODY, MOMENTS, TOKEN, Moments
+from gpulayer.model.cluster import ROLES, ClusterState, Role, Token
 from gpulayer.model.errors import GpulayerError, InvalidRequest, PermissionDenied
 from gpulayer.wire.http import BODY_BYTES_MAX, shown
 
@@ -101,7 +101,9 @@ class _Guard:
         if self._allowed_hosts is not None:
             _check_host(headers.get("host", ""), self._allowed_hosts)
             if path not in OPEN_PATHS:
-                _check_role(_role_of(headers, self._node.state), method, path)
+                token = _token_of(headers, self._node.state)
+                _check_role(token.role, method, path)
+                scope[TOKEN] = token.id
         route, matched = self._find_route(scope)
         length = headers.get("content-length", "0")
         if int(length) > BODY_BYTES_MAX:
@@ -139,7 +141,7 @@ def _is_loopback(name: str) -> bool:
         return False
 
 
-def _role_of(headers: Headers, state: ClusterState) -> Role:
+def _token_of(headers: Headers, state: ClusterState) -> Token:
     given = headers.getlist("authorization")
     scheme, _, secret = (given[0] if len(given) == 1 else "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
@@ -147,11 +149,11 @@ def _role_of(headers: Headers, state: ClusterState) -> Role:
             "this needs a token", hint="send Authorization: Bearer TOKEN; gpulayer token create makes one"
         )
     digest = hashlib.sha256(secret.strip().encode("latin-1", "replace")).hexdigest()
-    found: Role | None = None
+    found: Token | None = None
     # All of them, so that the time tells nothing about which one it was.
     for token in state.tokens.values():
         if hmac.compare_digest(token.digest, digest):
-            found = token.role
+            found = token
     if found is None:
         raise NotAuthenticated(
             "this token is not known here", hint="it may be revoked; gpulayer token create makes one"

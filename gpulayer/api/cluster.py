@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import trio
@@ -19,8 +20,7 @@ from gpulayer.api.streams import KEEPALIVE, KEEPALIVE_SECONDS, Item, Stream
 from gpulayer.core.cluster.commands import StopJob
 from gpulayer.core.placement.fit import free_of
 from gpulayer.model.cluster import ClusterState, Job
-from gpulayer.model.errors import Refused
-from gpulayer.model.ids import JobId
+from gpulayer.model.errors import NotFound, Refused
 from gpulayer.model.replica import Reason
 from gpulayer.wire.http import Json, gpu_stock, job_summary, node_to_json, parse_leave, reason_to_json
 
@@ -97,6 +97,8 @@ async def leave(request: Request) -> Response:
             f"{len(live)} jobs have not ended ({shown})",
             hint="end them first, or say --stop-all to end them now; a restart of the daemon needs no leave",
         )
+    # The first round is here and not in the stream: a log that cannot be written is an answer of its own.
+    await _stop_all(node)
     # The end of the daemon would cut the stream that says so.
     return Stream(request, _leave(node), afterwards=node.leave)
 
@@ -105,10 +107,8 @@ async def _leave(node: NodeFacade) -> AsyncIterator[Sequence[Item]]:
     """Stops what lives until nothing is left, also what is submitted meanwhile; then the daemon may go."""
     last_said, said_at = -1, trio.current_time()
     while True:
-        seen, state = node.version_of_view, node.state
-        for job in _live(state):
-            if job.stopping is None:
-                await _stop(node, job.id)
+        seen = node.version_of_view
+        await _stop_all(node)
         left = sum(replica.assignment is not None for job in _live(node.state) for replica in job.replicas)
         if not _live(node.state):
             break
@@ -123,11 +123,12 @@ async def _leave(node: NodeFacade) -> AsyncIterator[Sequence[Item]]:
     yield [Item({"state": "left"})]
 
 
-async def _stop(node: NodeFacade, job: JobId) -> None:
-    try:
-        await node.propose(StopJob(job=job, reason=Reason(code="cancelled", text="its node is leaving the cluster")))
-    except Refused:
-        pass  # it ended meanwhile
+async def _stop_all(node: NodeFacade) -> None:
+    why = Reason(code="cancelled", text="its node is leaving the cluster")
+    for job in _live(node.state):
+        if job.stopping is None:
+            with suppress(Refused, NotFound):  # it ended meanwhile
+                await node.propose(StopJob(job=job.id, reason=why))
 
 
 def _live(state: ClusterState) -> list[Job]:

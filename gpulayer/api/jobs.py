@@ -55,7 +55,10 @@ async def submit(request: Request) -> Response:
     asked = parse_submit(body_of(request))
     if query.flag("dry_run"):
         return answer(_dry_run(node, asked.spec))
-    key = request.headers.get("idempotency-key")
+    keys = request.headers.getlist("idempotency-key")
+    if len(keys) > 1:
+        raise InvalidRequest("Idempotency-Key is given twice", hint="leave out one of them")
+    key = keys[0] if keys else None
     command = SubmitJob(
         job=node.new_job_id(),
         spec=asked.spec,
@@ -190,6 +193,10 @@ async def restart(request: Request) -> Response:
     if index is not None and listed is not None and listed != (index,):
         raise InvalidRequest(
             f"replicas: {shown(list(listed))} and {job.name}.{index} are not the same", hint="leave out one of them"
+        )
+    if job.spec.kind == "batch":
+        raise Refused(
+            f"{job.name} is a batch, which runs once", hint="cancel it and submit it again; only a service is restarted"
         )
     replicas = (index,) if index is not None else listed
     missing = [number for number in replicas or () if number >= len(job.replicas)]

@@ -6,14 +6,15 @@ Only files and no waiting; logs.py calls it in a worker thread, because a disk m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 from threading import Lock
 
 from gpulayer.model.errors import InvalidRequest
-from gpulayer.runtime.replica_logs import Cursor, LogLine, LogReader, tail_cursor
+from gpulayer.runtime.replica_logs import Cursor, LogLine, LogReader, newest_end, tail_cursor
 from gpulayer.wire.http import Json, shown
 
 # Each followed replica costs a descriptor and a place in every offset.
@@ -99,6 +100,7 @@ class Merge:
         self._reading: dict[int, _Reading] = {}
         # A thread that a disk holds is left behind; whoever has this lock may still use the files.
         self._in_use = Lock()
+        self._is_closed = False
 
     @property
     def attempts(self) -> dict[int, int]:
@@ -106,7 +108,7 @@ class Merge:
 
     def add(self, wanted: Wanted, *, tail: int | None = None) -> None:
         """From its beginning; or from where the offset says; or from its last `tail` lines (or a few more)."""
-        with self._in_use:
+        with self._using():
             self._add(wanted, tail)
 
     def _add(self, wanted: Wanted, tail: int | None) -> None:
@@ -124,14 +126,39 @@ class Merge:
             reading.reader.close()
 
     def close(self) -> None:
+        """Now, or when the thread that was left behind with the files is done with them."""
+        self._is_closed = True
         if self._in_use.acquire(blocking=False):
             for replica in list(self._reading):
                 self._drop(replica)
+            self._in_use.release()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        try:
+            with self._in_use:
+                yield
+        finally:
+            # Looked at after the lock was let go: who closed before that did not get it.
+            if self._is_closed:
+                self.close()
+
+    def until_now(self) -> None:
+        """Let batch() come to an end with what is there now, however fast the replicas write; until go_on()."""
+        with self._using():
+            for reading in self._readings:
+                reading.reader.stop_at_present_end()
+
+    def go_on(self) -> None:
+        with self._using():
+            for reading in self._readings:
+                reading.reader.go_on()
+                reading.seen = (0, -1)
 
     def has_news(self) -> bool:
         """Looks only at sizes: cheap enough to ask ten times a second."""
         return any(
-            reading.head is not None or _size(reading.wanted.directory) != reading.seen for reading in self._readings
+            reading.head is not None or newest_end(reading.wanted.directory) != reading.seen for reading in self._readings
         )
 
     @property
@@ -140,14 +167,14 @@ class Merge:
 
     def batch(self) -> list[Json]:
         """The next lines of all, by time; [] when there are none now."""
-        with self._in_use:
+        with self._using():
             return self._batch()
 
     def _batch(self) -> list[Json]:
         lines: list[Json] = []
         chars = 0
         # From before the reading: what comes meanwhile is news next time.
-        sizes = {replica: _size(reading.wanted.directory) for replica, reading in self._reading.items()}
+        sizes = {replica: newest_end(reading.wanted.directory) for replica, reading in self._reading.items()}
         queue = [(reading.at_utc, replica) for replica, reading in self._reading.items() if reading.peek()]
         heapify(queue)
         while queue and len(lines) < BATCH_LINES and chars < BATCH_CHARS:
@@ -169,7 +196,7 @@ class Merge:
 
     def rest(self) -> list[Json]:
         """The beginnings of lines that will not be ended any more, or not while anyone waits."""
-        with self._in_use:
+        with self._using():
             return [
                 self._document(reading, line)
                 for reading in sorted(self._readings, key=lambda reading: reading.wanted.replica)
@@ -192,16 +219,3 @@ class Merge:
             "text": line.text,
             "offset": "_".join(self._offset_parts.values()),
         }
-
-
-def _size(directory: Path) -> tuple[int, int]:
-    """(number of the newest segment, its size); (0, 0) while there is none."""
-    newest, size = 0, 0
-    try:
-        names = [path.name for path in directory.iterdir() if path.suffix == ".log" and path.stem.isdigit()]
-        if names:
-            name = max(names)
-            newest, size = int(name[:-4]), (directory / name).stat().st_size
-    except OSError:
-        pass  # not there yet, or rotated away in between: looked at again soon
-    return newest, size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -22,6 +22,7 @@ from gpulayer.core.cluster.resolve import resolve_job_or_replica
 from gpulayer.model.cluster import Job
 from gpulayer.model.errors import InvalidRequest, NotFound
 from gpulayer.model.ids import AttemptId, JobId, ReplicaId
+from gpulayer.model.replica import ReplicaStatus
 from gpulayer.runtime.replica_logs import LogReader
 from gpulayer.wire.http import Json
 
@@ -54,7 +55,8 @@ async def logs(request: Request) -> Response:
     query = Query(request, ("replica", "previous", "run", "since", "tail", "follow", "after"))
     job, index = resolve_job_or_replica(node.state, request.path_params["job"])
     asked = _asked(request, query, job, index)
-    chosen = await trio.to_thread.run_sync(partial(_first_wanted, node, job, asked), limiter=_threads)
+    # The table changes in the trio thread: one that is read elsewhere has to be a copy.
+    chosen = await _in_thread(partial(_first_wanted, node, job, asked, dict(node.statuses())))
     return Stream(request, _lines(node, asked, chosen))
 
 
@@ -86,7 +88,9 @@ def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Aske
     )
 
 
-def _first_wanted(node: NodeFacade, job: Job, asked: _Asked) -> list[Wanted]:
+def _first_wanted(
+    node: NodeFacade, job: Job, asked: _Asked, statuses: Mapping[AttemptId, ReplicaStatus]
+) -> list[Wanted]:
     """Where to begin, per replica that has been placed yet. Reads files: called in a thread."""
     wanted = []
     for index in asked.replicas:
@@ -94,7 +98,7 @@ def _first_wanted(node: NodeFacade, job: Job, asked: _Asked) -> list[Wanted]:
         if newest == 0:
             continue
         if asked.previous:
-            found = _previous_run(node, job.id, index, newest)
+            found = _previous_run(node, statuses, job.id, index, newest)
         elif asked.run is not None or asked.tail is not None:
             found = _wanted(node, job.id, index, newest, asked.run)
         else:
@@ -122,22 +126,27 @@ def _oldest_kept(node: NodeFacade, job: JobId, index: int, newest: int) -> int:
     return newest
 
 
-def _previous_run(node: NodeFacade, job: JobId, index: int, newest: int) -> Wanted | None:
+def _previous_run(
+    node: NodeFacade, statuses: Mapping[AttemptId, ReplicaStatus], job: JobId, index: int, newest: int
+) -> Wanted | None:
     """The run before the present one; where that is the first of its attempt, the last one of the attempt before."""
-    present = _last_run(node, job, index, newest)
+    present = _last_run(node, statuses, job, index, newest)
     if present > 1:
         return _wanted(node, job, index, newest, present - 1)
-    before = _last_run(node, job, index, newest - 1) if newest > 1 else 0
+    before = _last_run(node, statuses, job, index, newest - 1) if newest > 1 else 0
     return _wanted(node, job, index, newest - 1, before) if before else None
 
 
-def _last_run(node: NodeFacade, job: JobId, index: int, attempt: int) -> int:
+def _last_run(
+    node: NodeFacade, statuses: Mapping[AttemptId, ReplicaStatus], job: JobId, index: int, attempt: int
+) -> int:
     attempt_id = AttemptId(ReplicaId(job, index), attempt)
-    status = node.statuses().get(attempt_id)
+    status = statuses.get(attempt_id)
     if status is not None and status.run:
         return status.run
     last = 0
     with LogReader(node.log_dir(attempt_id)) as reader:
+        reader.stop_at_present_end()
         while lines := reader.read_available():
             last = max(last, *(line.run for line in lines))
     return last
@@ -158,6 +167,8 @@ async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncI
             version = node.version_of_view
             # Asked before the files are read: what a job wrote before it ended is there when it has ended.
             is_last = not asked.follow or _is_over(node, asked)
+            if is_last:
+                await _in_thread(merge.until_now)
             if is_last or merge.has_news():
                 while batch := await _in_thread(merge.batch):
                     yield _items(batch)
@@ -183,10 +194,12 @@ async def _tail(merge: Merge, count: int, *, is_all: bool) -> list[Json]:
     """The last `count` lines of what is there. Each log was opened about that far from its end. `is_all`: nothing will
     be read after them, so a line that was only begun is one."""
     kept: deque[Json] = deque(maxlen=count)
+    await _in_thread(merge.until_now)
     while batch := await _in_thread(merge.batch):
         kept.extend(batch)
     if is_all:
         kept.extend(await _in_thread(merge.rest))
+    await _in_thread(merge.go_on)
     return list(kept)
 
 

@@ -20,6 +20,8 @@ from gpulayer.wire.http import dump
 # Keys of the ASGI scope, set by app.py once a request may be served.
 MOMENTS = "gpulayer.moments"
 BODY = "gpulayer.body"
+TOKEN = "gpulayer.token"
+"""The id of the token that let the request in; not there on the trusted side."""
 
 
 class Moment:

@@ -394,6 +394,14 @@ class _Connection(TCPServer):
             await self._close()
 
 
+def _origin_form(target: bytes) -> bytes:
+    """A client that takes us for a proxy sends the whole URL, and a server has to take it (RFC 9112 §3.2.2)."""
+    if not target[:7].lower() == b"http://":
+        return target
+    path = target[7:].partition(b"/")[2]
+    return b"/" + path
+
+
 class _Protocol(ProtocolWrapper):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -422,7 +430,7 @@ class _Http1(H11Protocol):
                 headers=list(request.headers),
                 http_version=request.http_version.decode(),
                 method=request.method.decode("ascii"),
-                raw_path=request.target,
+                raw_path=_origin_form(request.target),
                 state=self.connection_state,
             )
         )

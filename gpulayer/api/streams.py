@@ -18,7 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpulayer.api.facade import NodeFacade
+from gpulayer.api.requests import TOKEN, node_of
 from gpulayer.model.errors import GpulayerError
+from gpulayer.model.ids import TokenId
 from gpulayer.wire.http import dump
 
 log = structlog.get_logger()
@@ -68,6 +71,7 @@ class Stream(Response):
         self.background = None
         self._sse = wants_sse(request)
         self._source = source
+        self._node = node_of(request)
         self._afterwards = afterwards
         self.init_headers(
             {
@@ -84,18 +88,22 @@ class Stream(Response):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
                 nursery.start_soon(_cancel_when_stopping, scope, nursery.cancel_scope)
+                if TOKEN in scope:
+                    nursery.start_soon(_cancel_when_revoked, self._node, scope[TOKEN], nursery.cancel_scope)
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if scope["method"] != "HEAD":
                     await self._send_all(send)
                 has_ended = True
-                # The server says by a disconnect that this was the end, which cancels what is here.
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
                 nursery.cancel_scope.cancel()
         except* GpulayerError as group:
             # Too late for an answer: the stream is cut, and whoever asks again is told.
             log.warning("api.stream_cut", path=scope["path"], reason=str(group.exceptions[0]))
-        if has_ended and self._afterwards is not None:
-            await self._afterwards()
+        if has_ended:
+            # Not within the nursery: the server takes the end as a disconnect, and to be cancelled by that would keep it
+            # from closing a connection that is to be closed.
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if self._afterwards is not None:
+                await self._afterwards()
 
     async def _send_all(self, send: Send) -> None:
         # aclosing: a generator that holds files is closed here and now, not by the garbage collector.
@@ -133,6 +141,14 @@ async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
+
+
+async def _cancel_when_revoked(node: NodeFacade, token: TokenId, cancel_scope: trio.CancelScope) -> None:
+    """A token that is refused from now on gets nothing more out of what it began before."""
+    seen = node.version_of_view
+    while token in node.state.tokens:
+        seen = await node.wait_for_change(seen)
+    cancel_scope.cancel()
 
 
 async def _cancel_when_stopping(scope: Scope, cancel_scope: trio.CancelScope) -> None:

@@ -14,6 +14,7 @@ import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -149,6 +150,10 @@ class Daemon:
         return tuple((now - at, text) for at, text in self._agent.history(attempt))
 
     def placeable(self) -> Mapping[NodeId, str]:
+        if self._voter.failed is not None:
+            return {self.node_id: "its storage failed, and a placement has to be written down"}
+        if self._voter.store.disk_low:
+            return {self.node_id: "its disk is nearly full, and a placement has to be written down"}
         return {self.node_id: ""}
 
     def verified_seconds_ago(self) -> float:
@@ -196,7 +201,7 @@ class Daemon:
             nursery.start_soon(self._follow_state)
             shutdown = trio.Event()
             port = await nursery.start(self._serve, sockets, shutdown)
-            atomic_write(self._data.path / "api.json", json.dumps({"host": self.config.bind, "port": port}).encode())
+            self._write_address(port)
             self._ready = True
             self._bump()
             log.info(
@@ -231,6 +236,17 @@ class Daemon:
             )
         finally:
             self._served.set()
+
+    def _write_address(self, port: int) -> None:
+        """Where the API is, for whoever looks into the data directory. A full disk must not keep the daemon from its
+        replicas for that (P10); what an earlier daemon wrote would be wrong."""
+        path = self._data.path / "api.json"
+        try:
+            atomic_write(path, json.dumps({"host": self.config.bind, "port": port}).encode())
+        except OSError as error:
+            log.warning("api.address_not_written", path=str(path), reason=error.strerror)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     async def _admit(self) -> None:
         """Enter the log what this node is, if that is news."""
@@ -410,16 +426,30 @@ async def _start(config: Config, data: DataDir, sockets: BoundSockets, notifier:
         )
         try:
             daemon = Daemon(config, data, voter, events, _raise_open_files_limit())
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_stop_on_signal, daemon)
-                await daemon.run(sockets, notifier)
-                nursery.cancel_scope.cancel()
+            refused: list[GpulayerError] = []
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_stop_on_signal, daemon)
+                    await daemon.run(sockets, notifier)
+                    nursery.cancel_scope.cancel()
+            except* GpulayerError as group:
+                # Words for a person, such as a full disk that the node cannot be entered on; not a crash.
+                refused = _leaves(group)
+            if refused:
+                raise refused[0]
         finally:
             await _closed(voter.store.close)
     finally:
         await _closed(events.close)
     log.info("daemon.stopped")
     return 0
+
+
+def _leaves(group: BaseExceptionGroup[GpulayerError]) -> list[GpulayerError]:
+    found: list[GpulayerError] = []
+    for each in group.exceptions:
+        found += _leaves(each) if isinstance(each, BaseExceptionGroup) else [each]
+    return found
 
 
 async def _closed(close: Callable[[], Awaitable[None]]) -> None:

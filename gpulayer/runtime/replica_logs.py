@@ -98,6 +98,8 @@ class LogReader:
         """The last record before which no line was unfinished; `lines` counts what was taken from there on."""
         self._skip_lines = 0
         self._at_beginning = cursor is None
+        self._end: tuple[int, int] | None = None
+        """Segment and offset from which on nothing is read; None: as far as the writer has come."""
         if cursor is not None:
             self._go_to(cursor)
 
@@ -129,6 +131,16 @@ class LogReader:
         ]
         return [line for line in lines if self._since_utc is None or line.at_utc >= self._since_utc]
 
+    def stop_at_present_end(self) -> None:
+        """Read no more than is there now: a replica may write faster than anybody can read, and that would have no
+        end. `go_on()` undoes it."""
+        if self._fd < 0:
+            self._open_next()  # before the end is looked up, or a fast writer may have removed all up to it by then
+        self._end = newest_end(self._directory)
+
+    def go_on(self) -> None:
+        self._end = None
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -146,7 +158,9 @@ class LogReader:
         """Turns the next record into lines (perhaps none); False if there is no whole one."""
         if self._fd < 0 and not self._open_next():
             return False
-        while (record := self._next_record()) is None:
+        while self._is_at_end() or (record := self._next_record()) is None:
+            if self._is_at_end():
+                return False
             # Looked for before the last read: a segment is complete once a later one exists.
             if not self._has_later_segment():
                 return False
@@ -166,6 +180,9 @@ class LogReader:
         if self._run is None or header.run == self._run:
             self._take(header, payload)
         return True
+
+    def _is_at_end(self) -> bool:
+        return self._end is not None and (self._segment, self._position) >= self._end
 
     def _next_record(self, *, reread: bool = False) -> tuple[RecordHeader, bytes] | None:
         """The record at the position, if it is there as a whole."""
@@ -349,6 +366,7 @@ def read(
         yield from _last(directory, tail, since_utc=since_utc, run=run)
         return
     with LogReader(directory, since_utc=since_utc, run=run, cursor=cursor) as reader:
+        reader.stop_at_present_end()
         while lines := reader.read_available():
             yield from lines
         yield from reader.unfinished()
@@ -361,6 +379,15 @@ def last_lines(directory: Path, count: int, run: int | None = None) -> list[LogL
 def tail_cursor(directory: Path, count: int, run: int | None = None) -> Cursor:
     """Where a reader begins that is to give the last `count` lines (or a few more) and then follow."""
     return _place_before(directory, count, run)
+
+
+def newest_end(directory: Path) -> tuple[int, int]:
+    """(number of the newest segment, its size); (0, 0) while there is none."""
+    try:
+        numbers = log_format.segment_numbers(directory)
+        return (numbers[-1], (directory / log_format.segment_name(numbers[-1])).stat().st_size) if numbers else (0, 0)
+    except OSError:
+        return 0, 0  # rotated away in between
 
 
 def ended_text(run: int, note: dict[str, Any]) -> str:
@@ -403,6 +430,7 @@ def _last(directory: Path, count: int, *, since_utc: float | None, run: int | No
         return []
     kept: deque[LogLine] = deque(maxlen=count)
     with LogReader(directory, since_utc=since_utc, run=run, cursor=_place_before(directory, count, run)) as reader:
+        reader.stop_at_present_end()
         while lines := reader.read_available():
             kept.extend(lines)
         kept.extend(reader.unfinished())

@@ -24,7 +24,7 @@ def printed(*words: str) -> str:
 def test_the_unit_keeps_replicas_and_says_how_it_is() -> None:
     unit = printed().splitlines()
     for line in (
-        "Type=notify", "NotifyAccess=main", "KillMode=process", "Delegate=yes", "WatchdogSec=30", "Restart=always",
+        "Type=notify", "NotifyAccess=main", "KillMode=process", "Delegate=yes", "WatchdogSec=30", "Restart=on-failure",
         "StartLimitIntervalSec=0", "After=network-online.target",
     ):  # fmt: skip
         assert line in unit

@@ -206,7 +206,9 @@ def _submit_job(state: ClusterState, command: SubmitJob) -> Applied:
             state,
             "refused",
             f"name {namesake.name} is in use by job {namesake.id}",
-            f"choose another --name, or end it first: gpulayer job cancel {namesake.id}",
+            f"choose another --name, or end it first: gpulayer job cancel --wait 1m {namesake.id}"
+            if namesake.stopping is None
+            else f"it is stopping: submit again when gpulayer job wait {namesake.id} returns, or choose another --name",
         )
     name = command.spec.name if namesake is None else _free_name(state, command.spec.name)
     spec = command.spec.named(name)

@@ -15,7 +15,7 @@ HINTS: dict[str, str] = {
     "spawn_failed": "see the node's log: mostly a limit of the node (processes, open files, memory) is the cause",
     "disk_full": "free space where the node keeps its data; what waits is tried again by itself",
     "exit_nonzero": "`gpulayer job logs JOB` shows what it wrote",
-    "exit_zero": "a service is meant to keep running: start the program in the foreground, or submit it as a batch",
+    "exit_zero": "nothing, if it was to end; a service is to stay: start it in the foreground, or submit it as a batch",
     "signal": "see `gpulayer job logs JOB`; signal 9 is often the kernel when memory has run out (`dmesg`)",
     "never_ready": "make it listen on $HOST:$PORT, or give it longer with --start-timeout",
     "listens_elsewhere": "make it listen on $HOST and $PORT instead of an address or port of its own",
