@@ -3,9 +3,10 @@
 plan() is a pure function of the state and the facts given with it; two leaders with the same state make the same plan,
 so a plan proposed twice after an election does no harm. It runs when something changed, not by a timer (leader.py).
 
-The queue is by priority, then by time of submission. A job that does not fit lets those behind it pass, and so that it
-is not passed for ever: after PASSED_OVER_MAX placements of jobs behind it, one node where it could run is kept free of
-them until it fits there.
+The queue is by priority, then by time of submission. A job that does not fit lets those behind it pass, within two
+bounds. On one node, the one nearest to having room for it, what it lacks there (GPUs, CPUs or memory) is kept from jobs
+of a lower priority at once, and from those of its own after PASSED_OVER_MAX of them have passed. What it does not lack,
+and all other nodes, are for everybody.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from typing import TypeAlias
 from gpulayer.core.placement.fit import Choice, Free, fit, free_of
 from gpulayer.core.placement.refusal import (
     HeldForEarlier,
+    NoShareFree,
     NotEnoughGpusFree,
     NotPlaceable,
     Refusal,
     SameJobAlreadyThere,
+    TooFewCpus,
+    TooLittleMemory,
     is_permanent,
     waiting_reason,
 )
@@ -36,9 +40,9 @@ from gpulayer.model.units import MILLI
 
 # Each placement is an event with a place in its entry (1,000 at most) and the whole is one entry of the log (1 MiB).
 PLACEMENTS_MAX = 500
-# Replicas of later jobs of the same or a lower priority that may start while one waits. Enough for short work to fill
-# the gaps; few enough that a job for a whole node gets one while who submitted it still cares.
-PASSED_OVER_MAX = 100
+# Replicas of later jobs of the same priority that may start while one waits. Enough for short work to fill the gaps,
+# few enough that a job for a whole node gets one while who submitted it still cares.
+PASSED_OVER_MAX = 20
 
 ReplicaKey: TypeAlias = tuple[JobId, int]
 
@@ -91,6 +95,20 @@ def waiting_replicas(job: Job) -> list[int]:
     return [replica.index for replica in job.replicas if replica.assignment is None and replica.outcome is None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hold:
+    """What is kept on one node for a job at the head of the queue."""
+
+    job: str
+    priority: int
+    is_firm: bool
+    """Passed over too often: kept from its own priority too."""
+    lacks: str
+
+    def keeps_from(self, job: Job) -> bool:
+        return (self.is_firm or job.spec.priority < self.priority) and _asks_for(job.spec.requirements, self.lacks)
+
+
 class _Draft:
     """A plan in the making: what is free after the choices made so far, and the answers that still hold."""
 
@@ -102,7 +120,7 @@ class _Draft:
         self._free = free_of(state)
         self._closed = {node.id: why for node in self._nodes if (why := _why_closed(node, placeable))}
         self._passed = _PassedOver(state)
-        self._held: dict[NodeId, str] = {}
+        self._held: dict[NodeId, _Hold] = {}
         self._fits: dict[NodeId, dict[Requirements, Choice | Refusal]] = {node.id: {} for node in self._nodes}
         # Refused on every node, for a job that has nothing placed: holds for each such job with the same requirements
         # until something is placed or held. This is what makes a long queue cheap.
@@ -184,8 +202,9 @@ class _Draft:
         found = self._fit(job.spec.requirements, node)
         if not isinstance(found, Choice):
             return found
-        if node.id in self._held:
-            return HeldForEarlier(node=node.name, job=self._held[node.id])
+        hold = self._held.get(node.id)
+        if hold is not None and hold.keeps_from(job):
+            return HeldForEarlier(node=node.name, job=hold.job)
         return replace(found, score=replace(found.score, own_replicas=len(own))) if own else found
 
     def _fit(self, needs: Requirements, node: Node) -> Choice | Refusal:
@@ -196,21 +215,24 @@ class _Draft:
         return found
 
     def _hold_for(self, job: Job, refused: tuple[Refusal, ...]) -> None:
-        """Keep one node for a job that was passed over too often: of those where it could run if they were empty, the
-        one that is nearest to having room. It only gets emptier, so the choice settles."""
-        if not self._passed.too_often(job):
+        """Keep one node for a job that has to wait: of those where it could run if they were empty, the one that is
+        nearest to having room. It only gets emptier, so the choice settles. A firm hold takes the place of one that
+        is not, since the job behind that has not waited as long."""
+        is_firm = self._passed.too_often(job)
+        taken = {node for node, hold in self._held.items() if hold.is_firm or not is_firm}
+        if len(taken) == len(self._nodes):
             return
         by_name = {refusal.node: refusal for refusal in refused}
-        candidates = []
-        for node in self._nodes:
-            refusal = by_name[node.name]
-            waits_for_room = not isinstance(refusal, NotPlaceable | SameJobAlreadyThere | HeldForEarlier)
-            is_taken = node.id in self._held
-            if waits_for_room and not is_taken and not is_permanent(refusal) and self._fits_empty(job, node):
-                candidates.append(node)
+        candidates = [
+            node
+            for node in self._nodes
+            if node.id not in taken and _lacks(by_name[node.name]) and self._fits_empty(job, node)
+        ]
         if candidates:
             kept = min(candidates, key=lambda node: (_missing(by_name[node.name]), node.name))
-            self._held[kept.id] = job.name
+            self._held[kept.id] = _Hold(
+                job=job.name, priority=job.spec.priority, is_firm=is_firm, lacks=_lacks(by_name[kept.name])
+            )
             self._refused = {}
 
     def _fits_empty(self, job: Job, node: Node) -> bool:
@@ -220,6 +242,25 @@ class _Draft:
             memory_mib=node.capabilities.memory_mib,
         )
         return isinstance(fit(job.spec.requirements, node, empty), Choice)
+
+
+def _lacks(refusal: Refusal) -> str:
+    """What of a node it waits for, if that is something that others may give back."""
+    if is_permanent(refusal):
+        return ""
+    match refusal:
+        case NotEnoughGpusFree() | NoShareFree():
+            return "gpus"
+        case TooFewCpus():
+            return "cpus"
+        case TooLittleMemory():
+            return "memory"
+        case _:
+            return ""
+
+
+def _asks_for(needs: Requirements, what: str) -> bool:
+    return bool({"gpus": needs.gpus_milli, "cpus": needs.cpus_milli, "memory": needs.memory_mib}[what])
 
 
 def _missing(refusal: Refusal) -> int:
@@ -233,7 +274,8 @@ def _why_closed(node: Node, placeable: Mapping[NodeId, str]) -> str:
 
 class _PassedOver:
     """How many replicas of later jobs, of the same or a lower priority, were placed while a job waited. From the state
-    alone: every attempt of a job that was submitted later began later."""
+    alone: every attempt of a job that was submitted later began later.
+    Jobs that were forgotten do not count."""
 
     def __init__(self, state: ClusterState) -> None:
         by_priority: dict[int, list[tuple[int, int]]] = {}

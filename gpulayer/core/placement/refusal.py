@@ -36,7 +36,7 @@ class SameJobAlreadyThere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldForEarlier:
-    """The node is kept for a job that has been passed over too often (plan.PASSED_OVER_MAX)."""
+    """What is free there is kept for a job before it in the queue (plan.py says when)."""
 
     node: str
     job: str
@@ -187,7 +187,7 @@ def _sentence(refusal: Refusal, where: str) -> str:
         case SameJobAlreadyThere(replica=replica):
             return f"replica {replica} of this job is on {where} already (spread=node)"
         case HeldForEarlier(job=job):
-            return f"{where} is kept for job {job}, which has waited longer"
+            return f"{where} is kept for job {job}, which is before it in the queue"
         case MissingLabel(key=key, needed=needed, there=None):
             return f"label {key}={needed} is not on {where}"
         case MissingLabel(key=key, needed=needed, there=there):

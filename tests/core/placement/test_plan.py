@@ -140,9 +140,30 @@ def test_a_job_that_was_passed_over_too_often_gets_a_node_kept_for_it() -> None:
     assert where(made) == {"j-urgent.0": "n-n1"}, "a higher priority is before it in the queue, not behind it"
     cluster.do(StopJob(job=JobId("j-urgent"), reason=CANCELLED))
     made = plan(cluster.state, {})
-    assert why_not(made, "j-late") == ["n1 is kept for job large, which has waited longer"]
+    assert why_not(made, "j-late") == ["n1 is kept for job large, which is before it in the queue"]
     cluster.do(ended(succeeded(), job="j-holder"))
     assert where(plan(cluster.state, {})) == {"j-large.0": "n-n1"}
+
+
+def test_a_lower_priority_does_not_take_the_gpus_that_a_waiting_job_is_collecting() -> None:
+    """A job of priority 90 for two GPUs saw each one that came free go to a later job of priority 50."""
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g1")), submit(service("a", gpus=1)), submit(service("b", gpus=1)))
+    cluster.plan()
+    cluster.do(submit(service("large", gpus=2, priority=90)), submit(batch("small", gpus=1)), submit(batch("cpu")))
+    cluster.do(ended(succeeded(), job="j-a"))
+    made = plan(cluster.state, {})
+    assert where(made) == {"j-cpu.0": "n-n1"}, "what it does not lack is for everybody"
+    assert why_not(made, "j-small") == ["n1 is kept for job large, which is before it in the queue"]
+    cluster.do(ended(succeeded(), job="j-b"))
+    assert where(plan(cluster.state, {}))["j-large.0"] == "n-n1"
+
+
+def test_only_one_node_is_kept_for_a_waiting_job() -> None:
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g1")), admit("n2", gpu("g2"), gpu("g3")))
+    cluster.do(submit(service("a", replicas=2, gpus=1)))
+    cluster.plan()
+    cluster.do(submit(service("large", gpus=2, priority=90)), submit(batch("small", gpus=1)))
+    assert where(plan(cluster.state, {})) == {"j-small.0": "n-n2"}
 
 
 def test_replicas_of_one_job_go_to_different_nodes() -> None:
