@@ -22,6 +22,11 @@ COMMAND_BYTES_MAX = 512 * 1024
 STRING_BYTES_MAX = 128 * 1024 - 1
 REPLICAS_MAX = 10_000
 
+# What gpulayer alone says to a run. Refused rather than overridden in silence: whoever sets one means it.
+RESERVED_PREFIX = "GPULAYER_"
+RESERVED_WITH_PORT = ("PORT", "HOST")
+RESERVED_ALWAYS = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
+
 SIGNALS: tuple[str, ...] = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "KILL")
 
 
@@ -100,6 +105,7 @@ class JobSpec:
     def __post_init__(self) -> None:
         checked_name(self.name)
         _check_command(self.argv, self.env)
+        _check_reserved(self.env, has_port=self.port)
         if self.workdir is not None and (not self.workdir.startswith("/") or "\0" in self.workdir):
             raise InvalidRequest(f"workdir: {self.workdir!r} is not an absolute path", hint="write it from / on")
         if not 1 <= self.replicas <= REPLICAS_MAX:
@@ -157,8 +163,8 @@ def _check_command(argv: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> N
         _check_string("the command", word)
         total += len(word.encode("utf-8", "surrogateescape")) + 1
     for key, value in env:
-        if not key or "=" in key:
-            raise InvalidRequest(f"env: {key!r} is not a variable's name", hint="write --env NAME=VALUE")
+        if not key or "=" in key or any(char.isspace() for char in key):
+            raise InvalidRequest(f"env: {key[:80]!r} is not a variable's name", hint="write --env NAME=VALUE")
         _check_string(f"env {key[:80]}", key)
         _check_string(f"env {key[:80]}", value)
         total += len(key.encode("utf-8", "surrogateescape")) + len(value.encode("utf-8", "surrogateescape")) + 2
@@ -167,6 +173,19 @@ def _check_command(argv: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> N
             f"command and environment are {total // 1024} KiB together, {COMMAND_BYTES_MAX // 1024} KiB at most",
             hint="put large values into a file and pass its path",
         )
+
+
+def _check_reserved(env: tuple[tuple[str, str], ...], *, has_port: bool) -> None:
+    for key, _ in env:
+        if has_port and key in RESERVED_WITH_PORT:
+            raise InvalidRequest(
+                f"env: {key} is set by gpulayer, anew for every run",
+                hint="listen on $HOST:$PORT; a service that listens nowhere takes --no-port",
+            )
+        if key.startswith(RESERVED_PREFIX) or key in RESERVED_ALWAYS:
+            raise InvalidRequest(
+                f"env: {key} is reserved: gpulayer sets it, or keeps it from runs", hint="use another name"
+            )
 
 
 def _check_string(what: str, text: str) -> None:

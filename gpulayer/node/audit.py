@@ -19,13 +19,13 @@ from gpulayer.core.replica.messages import Order
 from gpulayer.model.ids import AttemptId, NodeId
 from gpulayer.model.replica import ReplicaStatus
 from gpulayer.runtime.listeners import accepting, inodes_of, listening
+from gpulayer.runtime.processes import attempt_of
 from gpulayer.runtime.sandboxes import attempt_id
 from gpulayer.shim import notes, tree
 from gpulayer.shim.tree import ProcessStat
 
 # Longer than a step of any life cycle that is on its way: exec to report, exit to the note.
 SECOND_LOOK_SECONDS = 0.4
-SANDBOX_VARIABLE = b"GPULAYER_SANDBOX="
 
 
 @dataclass(slots=True)
@@ -176,9 +176,8 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
             if pid in processes:
                 sandbox.marked[pid] = processes[pid]
         found[attempt] = sandbox
-    prefix = SANDBOX_VARIABLE + os.fsencode(root) + b"/"
     for pid, stat in processes.items():
-        owner = attempt_id(_sandbox_name(pid, prefix))
+        owner = attempt_of(pid, root)
         if owner is not None:
             found.setdefault(owner, _Sandbox(attempt=owner, shim=None)).marked[pid] = stat
     return found
@@ -191,23 +190,12 @@ def _living_shim(directory: Path, processes: Mapping[int, ProcessStat]) -> Proce
     return stat if stat is not None and stat.start_time == told.get("start_time") and not stat.is_zombie else None
 
 
-def _below(pid: int, children: Mapping[int, list[ProcessStat]]) -> Iterable[ProcessStat]:
-    for child in children.get(pid, ()):
-        yield child
-        yield from _below(child.pid, children)
-
-
-def _sandbox_name(pid: int, prefix: bytes) -> str:
-    """The attempt named in a process's environment, if that is one below `prefix`."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environment = file.read()
-    except OSError:
-        return ""
-    at = environment.find(prefix) if environment.startswith(prefix) else environment.find(b"\0" + prefix) + 1
-    if at < 0 or not environment[at:].startswith(prefix):
-        return ""
-    return os.fsdecode(environment[at + len(prefix) :].split(b"\0", 1)[0].split(b"/", 1)[0])
+def _below(pid: int, children: Mapping[int, list[ProcessStat]]) -> list[ProcessStat]:
+    """All of a tree, however deep: no recursion."""
+    below = list(children.get(pid, ()))
+    for stat in below:
+        below.extend(children.get(stat.pid, ()))
+    return below
 
 
 def _owners(inode: int, processes: Mapping[int, ProcessStat]) -> list[int]:

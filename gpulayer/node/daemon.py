@@ -56,7 +56,7 @@ from gpulayer.runtime.accelerators.declared import declared_accelerators
 from gpulayer.runtime.accelerators.detect import detect_host
 from gpulayer.runtime.drive import Inbox, drive
 from gpulayer.runtime.event_store import EventStore, open_event_store
-from gpulayer.runtime.identity import DataDir, atomic_write, open_data_dir
+from gpulayer.runtime.identity import DataDir, atomic_write, check_cluster, note_cluster, open_data_dir
 from gpulayer.runtime.supervisor import Supervisor
 from gpulayer.runtime.telemetry import configure_logs
 from gpulayer.runtime.watch import Watch
@@ -252,6 +252,10 @@ class Daemon:
         """Enter the log what this node is, if that is news."""
         if not self.state.cluster_id:
             await self.propose(CreateCluster(cluster_id="c-" + secrets.token_hex(8)))
+        try:
+            note_cluster(self._data, self.state.cluster_id)
+        except OSError as error:
+            log.warning("cluster.not_noted", path=str(self._data.path), reason=error.strerror)
         known = self.state.nodes.get(self.node_id)
         wanted = AdmitNode(
             node=self.node_id, name=self.node_name, advertise=self.config.advertise, capabilities=self._capabilities()
@@ -425,6 +429,7 @@ async def _start(config: Config, data: DataDir, sockets: BoundSockets, notifier:
             on_events=events.add,
         )
         try:
+            check_cluster(data, voter.state.value.cluster_id)
             daemon = Daemon(config, data, voter, events, _raise_open_files_limit())
             refused: list[GpulayerError] = []
             try:
@@ -458,8 +463,13 @@ async def _closed(close: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _stop_on_signal(daemon: Daemon) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
-        async for _ in received:
+    """SIGHUP too, which is the end of the terminal that it was started in; unless nohup has said to ignore it."""
+    wanted = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    with trio.open_signal_receiver(*wanted) as received:
+        async for number in received:
+            log.info("daemon.signalled", signal=signal.Signals(number).name)
             daemon.stop_requested.set()
 
 

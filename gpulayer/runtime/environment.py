@@ -11,7 +11,6 @@ from gpulayer.core.replica.messages import Order
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 INHERITED_PREFIX = "LC_"
 PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-NEVER = frozenset({"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "GPULAYER_TOKEN"})
 
 
 def run_environment(
@@ -46,5 +45,4 @@ def run_environment(
     if port is not None:
         convenient["HOST"] = host
         fixed["PORT"] = str(port)
-    job = {key: value for key, value in spec.env if key not in NEVER}
-    return {"PATH": PATH_DEFAULT, **inherited, **convenient, **job, **fixed}
+    return {"PATH": PATH_DEFAULT, **inherited, **convenient, **dict(spec.env), **fixed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -86,6 +87,23 @@ def test_a_second_daemon_is_refused_and_told_by_whom(path: Path) -> None:
     with holder(path) as process:
         error = refusal(path, Refused)
         assert f"in use by pid {process.pid}" in error.message
+
+
+def test_a_daemon_that_is_gone_is_not_taken_for_the_one_that_has_just_got_the_lock(path: Path) -> None:
+    """Two that are started at once: the first has the lock and has not written its pid yet."""
+    gone = subprocess.Popen(["true"])
+    gone.wait(10)
+    path.mkdir(mode=0o700)
+    (path / "lock").write_text(f"{gone.pid}\n")
+    lock = os.open(path / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert "in use by another process" in refusal(path, Refused).message
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        assert f"in use by pid {os.getpid()}" in refusal(path, Refused).message
+    finally:
+        os.close(lock)
+    opened(path)
         assert "--data-dir" in error.hint
         assert error.code == "data_dir_in_use"
         assert (path / "epoch").read_text() == "1\n"
@@ -159,6 +177,7 @@ def test_a_directory_of_another_user_is_refused(path: Path) -> None:
         ("node.json", None, "lost its node.json"),
         ("node.json", b"", "node.json is damaged"),
         ("node.json", b"[]", "node.json is damaged"),
+        ("node.json", b"[" * 60_000, "node.json is damaged"),
         ("node.json", b'{"format": 1}', "no usable node_id"),
         ("node.json", b'{"format": 2}', r"newer gpulayer \(format 2, this one reads 1\)"),
         ("epoch", None, "epoch is damaged: it is missing"),

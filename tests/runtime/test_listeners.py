@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -223,3 +224,22 @@ async def test_a_hundred_listeners_cost_next_to_nothing(nursery: trio.Nursery) -
     finally:
         for listener in ours:
             listener.close()
+
+
+def test_a_table_that_cannot_be_read_is_not_an_empty_one() -> None:
+    """Out of descriptors, the daemon saw no listener anywhere and withdrew every endpoint."""
+    own = listen(HERE)
+    code = (
+        "import os,resource,sys\n"
+        "from gpulayer.runtime.listeners import listening\n"
+        "port=int(sys.argv[1])\n"
+        "assert any(each.port == port for each in listening())\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1,) * 2)\n"
+        "try: print(listening())\n"
+        "except OSError as error: print(error.errno)\n"
+    )
+    with own:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(port_of(own))], capture_output=True, text=True, check=True, timeout=30
+        )
+    assert done.stdout.strip() == str(errno.EMFILE)

@@ -572,10 +572,7 @@ async def test_the_environment_is_what_it_should_be_and_nothing_else(data_dir: P
         replicas=3,
         env=(
             ("CUDA_DEVICE_ORDER", "FASTEST_FIRST"),
-            ("GPULAYER_REPLICA", "9"),
-            ("GPULAYER_TOKEN", "x"),
             ("HOME", "/home/me"),
-            ("PORT", "80"),
         ),
     )
     daemon.start_run(order)
