@@ -65,6 +65,8 @@ log = structlog.get_logger()
 
 # How long the last answers may take once the daemon was told to stop; systemd waits much longer (TimeoutStopSec).
 SHUTDOWN_SECONDS = 3.0
+# A shim answers `quit` at once; one that hangs must not keep the daemon.
+LEAVE_SECONDS = 15.0
 
 
 class Daemon:
@@ -181,6 +183,9 @@ class Daemon:
         )
 
     async def leave(self) -> None:
+        # Released is the log's word; the shims are still being told to go, and one that is not told stays.
+        with trio.move_on_after(LEAVE_SECONDS):
+            await self._supervisor.wait_for_nothing()
         self.stop_requested.set()
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -401,6 +406,8 @@ async def _feed_watchdog(notifier: ServiceNotifier) -> None:
 def run(options: UpOptions) -> int:
     """`gpulayer up`: returns the exit code, or raises a GpulayerError that says why it could not start."""
     config = load_config(options, os.environ, uid=os.getuid())
+    # Whatever the caller's is: nobody else may write where the data directory lies, and we ourselves always may.
+    os.umask(0o077)
     configure_logs(config.log_format)
     notifier = ServiceNotifier(os.environ)
     return trio.run(_main, config, notifier)

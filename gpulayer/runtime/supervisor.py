@@ -41,10 +41,13 @@ from gpulayer.runtime.shim_link import (
     ShimGone,
     ShimSilent,
     Spawner,
+    ask_to_listen,
     boot_id,
+    end_with_tree,
     living_shim,
+    lock_holders,
 )
-from gpulayer.shim import tree
+from gpulayer.shim import notes, tree
 
 Json: TypeAlias = dict[str, Any]
 
@@ -104,6 +107,7 @@ class Supervisor:
             boot_id=boot_id(),
         )
         self._attempts: dict[AttemptId, AttemptShell] = {}
+        self._forgotten = trio.lowlevel.ParkingLot()
         self._nursery: trio.Nursery | None = None
 
     # --- for the daemon -----------------------------------------------------------------------------------------
@@ -116,6 +120,7 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(self._services.checks.run)
                 nursery.start_soon(self._keep_house)
+                nursery.start_soon(self._hurry_at_the_end)
                 task_status.started()
         finally:
             self._nursery = None
@@ -182,16 +187,37 @@ class Supervisor:
         return tuple(found)
 
     def _read_sandboxes(self) -> list[OnDisk]:
-        sandboxes = self._services.sandboxes
-        return [
-            OnDisk(
+        sandboxes, this_boot = self._services.sandboxes, self._services.boot_id
+        holders = lock_holders(sandboxes.root)
+        certain = {holder.attempt: holder.shim for holder in holders if holder.is_in_place}
+        found = {
+            attempt: OnDisk(
                 attempt=attempt,
                 content=sandboxes.read_attempt(attempt) or {},
-                shim=living_shim(sandboxes.read_shim(attempt), self._services.boot_id),
+                shim=certain.get(attempt) or living_shim(sandboxes.read_shim(attempt), this_boot),
+                is_certain=attempt in certain,
                 records=sandboxes.runs(attempt),
             )
             for attempt in sandboxes.attempts()
-        ]
+        }
+        for attempt, shim in certain.items():
+            if living_shim(sandboxes.read_shim(attempt), this_boot) != shim:
+                ask_to_listen(shim)  # which writes shim.json anew, too
+        # Where the sandbox was removed by hand, nothing on the disk tells that something of it was executed; it must
+        # not be executed a second time beside that, and a batch not at all. Nobody can reach such a shim.
+        runs = processes.runs_below(sandboxes.root)
+        for holder in holders:
+            if not holder.is_in_place:
+                log.warning("sandbox.removed", attempt=str(holder.attempt), shim=holder.shim.pid)
+                end_with_tree(holder.shim)
+                runs.setdefault(holder.attempt, 1)
+        for attempt, run in runs.items():
+            disk = found.get(attempt)
+            if disk is None or (disk.shim is None and not disk.records):
+                marker = {"boot_id": this_boot}
+                record = notes.RunRecord(run=run, marker=marker, exit=None)
+                found[attempt] = OnDisk(attempt=attempt, content={}, shim=None, is_certain=False, records=[record])
+        return [found[attempt] for attempt in sorted(found)]
 
     async def _greet(
         self, disk: OnDisk, greetings: dict[AttemptId, Json | None], limiter: trio.CapacityLimiter
@@ -202,7 +228,7 @@ class Supervisor:
         async with limiter:
             attempt = self._attempt(disk.attempt)
             try:
-                greetings[disk.attempt] = await attempt.connect(disk.shim)
+                greetings[disk.attempt] = await attempt.connect(disk.shim, is_certain=disk.is_certain)
             except ShimSilent as error:
                 log.warning("shim.silent", attempt=str(disk.attempt), error=str(error))
                 greetings[disk.attempt] = None
@@ -224,7 +250,7 @@ class Supervisor:
         return FoundAttempt(
             attempt=disk.attempt,
             shim_alive=True,
-            first_started_seconds_ago=disk.first_started_seconds_ago(),
+            first_started_seconds_ago=disk.first_started_seconds_ago(self._services.boot_id),
             last=found,
         )
 
@@ -237,7 +263,7 @@ class Supervisor:
         return FoundAttempt(
             attempt=disk.attempt,
             shim_alive=False,
-            first_started_seconds_ago=disk.first_started_seconds_ago(),
+            first_started_seconds_ago=disk.first_started_seconds_ago(self._services.boot_id),
             last=found,
         )
 
@@ -261,6 +287,12 @@ class Supervisor:
     def _forget(self, attempt: AttemptShell) -> None:
         if self._attempts.get(attempt.id) is attempt:
             del self._attempts[attempt.id]
+            self._forgotten.unpark_all()
+
+    async def wait_for_nothing(self) -> None:
+        """Return when no attempt is left here: each was discarded, and its shim has been let go. The caller bounds it."""
+        while self._attempts:
+            await self._forgotten.park()
 
     def _tell(self, event: AttemptEvent) -> None:
         if self._held is None:
@@ -276,6 +308,13 @@ class Supervisor:
         else:
             self._cgroups_unavailable = prepared.reason
             log.info("cgroups.unavailable", reason=prepared.reason)
+
+    async def _hurry_at_the_end(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            for attempt in self._attempts.values():
+                attempt.hurry()
 
     async def _keep_house(self) -> None:
         """Sandboxes that have been kept long enough go (lifecycle.md §9)."""
