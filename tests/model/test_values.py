@@ -81,7 +81,7 @@ def test_requirements_that_contradict_themselves_are_refused(changes: dict[str, 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("15m", 900), ("1h30m", 5400), ("250ms", 0.25), ("1d", 86400)]
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_read_in_every_unit(text: str, seconds: float) -> None:
     assert units.parse_duration(text) == pytest.approx(seconds)
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_duration(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "mib"), [("24GiB", 24576), ("512MiB", 512), ("80GB", 76294), ("1k", 1), ("1TiB", 2**20)]
 )
-def test_sizes(text: str, mib: int) -> None:
+def test_sizes_are_read_as_mebibytes(text: str, mib: int) -> None:
     assert units.parse_size(text) == mib
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize(("value", "milli"), [("1", 1000), ("0.5", 500), (2, 2000), (0, 0), ("0.125", 125)])
-def test_gpus(value: str | int, milli: int) -> None:
+def test_gpus_are_read_as_thousandths(value: str | int, milli: int) -> None:
     assert units.parse_gpus(value) == milli
 
 
