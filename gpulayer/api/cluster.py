@@ -94,7 +94,7 @@ async def leave(request: Request) -> Response:
     if live and not stop_all:
         shown = ", ".join(job.name for job in live[:5]) + (" and more" if len(live) > 5 else "")
         raise Refused(
-            f"{len(live)} jobs have not ended ({shown})",
+            f"{len(live)} {'job has' if len(live) == 1 else 'jobs have'} not ended ({shown})",
             hint="end them first, or say --stop-all to end them now; a restart of the daemon needs no leave",
         )
     # The first round is here and not in the stream: a log that cannot be written is an answer of its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import trio
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from gpulayer.api.query import Query
 from gpulayer.api.requests import Moment, Moments, answer, body_of, moment_of, moments_of, node_of
 from gpulayer.api.streams import KEEPALIVE, Item, Stream, news_or_none
 from gpulayer.core.cluster.commands import RestartReplicas, StopJob, SubmitJob
+from gpulayer.core.cluster.hints import beside_explanation
 from gpulayer.core.cluster.resolve import resolve_job, resolve_job_or_replica
 from gpulayer.core.cluster.view import JobView, ReplicaView
 from gpulayer.core.placement.plan import ReplicaExplained, explain_job
@@ -156,16 +158,21 @@ def _shows_lines(replica: ReplicaView) -> bool:
 
 
 async def _last_lines(node: NodeFacade, job: JobId, replicas: list[ReplicaView]) -> dict[int, list[str]]:
-    directories = {replica.index: node.log_dir(_attempt(job, replica)) for replica in replicas}
+    directories = [(replica, node.log_dir(_attempt(job, replica))) for replica in replicas]
 
     def read_all() -> dict[int, list[str]]:
-        return {
-            index: [line.text[:LAST_LINE_CHARS_MAX] for line in last_lines(directory, LAST_LINES)]
-            for index, directory in directories.items()
-        }
+        return {replica.index: _output(directory, replica.run) for replica, directory in directories}
 
     # A disk that hangs must not hang the daemon; the thread is left behind when the client goes.
     return await trio.to_thread.run_sync(read_all, limiter=_threads, abandon_on_cancel=True)
+
+
+def _output(directory: Path, run: int) -> list[str]:
+    """What the last run wrote last. What its supervisor says of it stands in the status already."""
+    # Beside what it wrote there are its start, its end, and what follows from it.
+    lines = last_lines(directory, LAST_LINES + 4, run or None)
+    said = [line.text[:LAST_LINE_CHARS_MAX] for line in lines if line.kind in ("output", "gap")]
+    return said[-LAST_LINES:]
 
 
 async def get_spec(request: Request) -> Response:
@@ -311,10 +318,14 @@ async def explain_handler(request: Request) -> Response:
             "id": job.id,
             "name": job.name,
             "state": view.state,
-            "reason": reason_to_json(view.reason),
+            "reason": _reason_beside_explanation(view.reason),
             "replicas": replicas,
         }
     )
+
+
+def _reason_beside_explanation(reason: Reason | None) -> Json | None:
+    return reason_to_json(replace(reason, hint=beside_explanation(reason.hint)) if reason is not None else None)
 
 
 def _explained(node: NodeFacade, job: JobId, replica: ReplicaView, explained: ReplicaExplained | None) -> Json:
@@ -322,7 +333,7 @@ def _explained(node: NodeFacade, job: JobId, replica: ReplicaView, explained: Re
     return {
         "index": replica.index,
         "state": replica.state,
-        "reason": reason_to_json(replica.reason),
+        "reason": _reason_beside_explanation(replica.reason),
         "node": replica.node or None,
         "devices": devices_to_json(replica.devices),
         "why": list(_why(replica, explained)),

@@ -158,7 +158,8 @@ class Merge:
     def has_news(self) -> bool:
         """Looks only at sizes: cheap enough to ask ten times a second."""
         return any(
-            reading.head is not None or newest_end(reading.wanted.directory) != reading.seen for reading in self._readings
+            reading.head is not None or newest_end(reading.wanted.directory) != reading.seen
+            for reading in self._readings
         )
 
     @property

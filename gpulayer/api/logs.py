@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ from gpulayer.model.cluster import Job
 from gpulayer.model.errors import InvalidRequest, NotFound
 from gpulayer.model.ids import AttemptId, JobId, ReplicaId
 from gpulayer.model.replica import ReplicaStatus
-from gpulayer.runtime.replica_logs import LogReader
 from gpulayer.wire.http import Json
 
 # How often the files are looked at: soon after a line, less often the longer it is quiet.
@@ -48,6 +47,12 @@ class _Asked:
     tail: int | None
     follow: bool
     after: dict[int, Place]
+    running: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """With `previous`: attempt and number of the run that is on, by replica; it and what follows is left out."""
+
+    def is_wanted(self, line: Json) -> bool:
+        running = self.running.get(line["replica"])
+        return running is None or (line["attempt"], line["run"]) < running
 
 
 async def logs(request: Request) -> Response:
@@ -56,7 +61,10 @@ async def logs(request: Request) -> Response:
     job, index = resolve_job_or_replica(node.state, request.path_params["job"])
     asked = _asked(request, query, job, index)
     # The table changes in the trio thread: one that is read elsewhere has to be a copy.
-    chosen = await _in_thread(partial(_first_wanted, node, job, asked, dict(node.statuses())))
+    statuses = dict(node.statuses())
+    if asked.previous:
+        asked = replace(asked, running=_running(job, asked.replicas, statuses))
+    chosen = await _in_thread(partial(_first_wanted, node, job, asked))
     return Stream(request, _lines(node, asked, chosen))
 
 
@@ -88,9 +96,20 @@ def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Aske
     )
 
 
-def _first_wanted(
-    node: NodeFacade, job: Job, asked: _Asked, statuses: Mapping[AttemptId, ReplicaStatus]
-) -> list[Wanted]:
+def _running(
+    job: Job, replicas: Sequence[int], statuses: Mapping[AttemptId, ReplicaStatus]
+) -> dict[int, tuple[int, int]]:
+    """Attempt and number of the run that is on, or just begins, of each replica that has one."""
+    found: dict[int, tuple[int, int]] = {}
+    for index in replicas:
+        attempt = job.replicas[index].attempts
+        status = statuses.get(AttemptId(ReplicaId(job.id, index), attempt))
+        if status is not None and (status.pid is not None or status.state in ("starting", "ready", "unready")):
+            found[index] = (attempt, status.run)
+    return found
+
+
+def _first_wanted(node: NodeFacade, job: Job, asked: _Asked) -> list[Wanted]:
     """Where to begin, per replica that has been placed yet. Reads files: called in a thread."""
     wanted = []
     for index in asked.replicas:
@@ -98,7 +117,7 @@ def _first_wanted(
         if newest == 0:
             continue
         if asked.previous:
-            found = _previous_run(node, statuses, job.id, index, newest)
+            found = _ended_runs(node, job.id, index, newest, asked.running.get(index), is_all=asked.tail is None)
         elif asked.run is not None or asked.tail is not None:
             found = _wanted(node, job.id, index, newest, asked.run)
         else:
@@ -109,7 +128,7 @@ def _first_wanted(
         if found is not None:
             wanted.append(found)
     if asked.previous and not wanted:
-        raise NotFound(f"{job.name} has no earlier run", hint="leave out --previous to see the present one")
+        raise NotFound(f"no run of {job.name} has ended yet", hint="leave out --previous to see the one that is on")
     return wanted
 
 
@@ -126,39 +145,25 @@ def _oldest_kept(node: NodeFacade, job: JobId, index: int, newest: int) -> int:
     return newest
 
 
-def _previous_run(
-    node: NodeFacade, statuses: Mapping[AttemptId, ReplicaStatus], job: JobId, index: int, newest: int
+def _ended_runs(
+    node: NodeFacade, job: JobId, index: int, newest: int, running: tuple[int, int] | None, *, is_all: bool
 ) -> Wanted | None:
-    """The run before the present one; where that is the first of its attempt, the last one of the attempt before."""
-    present = _last_run(node, statuses, job, index, newest)
-    if present > 1:
-        return _wanted(node, job, index, newest, present - 1)
-    before = _last_run(node, statuses, job, index, newest - 1) if newest > 1 else 0
-    return _wanted(node, job, index, newest - 1, before) if before else None
-
-
-def _last_run(
-    node: NodeFacade, statuses: Mapping[AttemptId, ReplicaStatus], job: JobId, index: int, attempt: int
-) -> int:
-    attempt_id = AttemptId(ReplicaId(job, index), attempt)
-    status = statuses.get(attempt_id)
-    if status is not None and status.run:
-        return status.run
-    last = 0
-    with LogReader(node.log_dir(attempt_id)) as reader:
-        reader.stop_at_present_end()
-        while lines := reader.read_available():
-            last = max(last, *(line.run for line in lines))
-    return last
+    """Where the runs begin that have ended: with the oldest attempt that is kept, or with the last that has one."""
+    last = newest if running is None or running[1] > 1 else newest - 1
+    if last < 1 or not node.log_dir(AttemptId(ReplicaId(job, index), last)).is_dir():
+        return None
+    return _wanted(node, job, index, _oldest_kept(node, job, index, newest) if is_all else last, None)
 
 
 async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncIterator[Sequence[Item]]:
     merge = Merge(since_utc=asked.since_utc, places=asked.after)
     try:
         tail = None if asked.after else asked.tail
+        # What is left out at the end is not counted, so the last lines before it may be anywhere.
+        from_the_end = None if asked.previous else tail
         for wanted in first:
-            await _in_thread(partial(merge.add, wanted, tail=tail))
-        if tail is not None and (kept := await _tail(merge, tail, is_all=not asked.follow)):
+            await _in_thread(partial(merge.add, wanted, tail=from_the_end))
+        if tail is not None and (kept := await _tail(merge, tail, asked)):
             yield _items(kept)
         if tail is not None and not asked.follow:
             return
@@ -171,13 +176,13 @@ async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncI
                 await _in_thread(merge.until_now)
             if is_last or merge.has_news():
                 while batch := await _in_thread(merge.batch):
-                    yield _items(batch)
+                    yield _items(filter(asked.is_wanted, batch))
                     interval, quiet_since = POLL_SECONDS_LEAST, trio.current_time()
             if await _go_to_newer_attempts(node, asked, merge):
                 continue
             if is_last:
                 if rest := await _in_thread(merge.rest):
-                    yield _items(rest)
+                    yield _items(filter(asked.is_wanted, rest))
                 return
             if trio.current_time() - quiet_since >= KEEPALIVE_SECONDS:
                 quiet_since = trio.current_time()
@@ -190,15 +195,15 @@ async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncI
         merge.close()
 
 
-async def _tail(merge: Merge, count: int, *, is_all: bool) -> list[Json]:
-    """The last `count` lines of what is there. Each log was opened about that far from its end. `is_all`: nothing will
-    be read after them, so a line that was only begun is one."""
+async def _tail(merge: Merge, count: int, asked: _Asked) -> list[Json]:
+    """The last `count` lines of what is there. Each log was opened about that far from its end. Where it is not
+    followed nothing will be read after them, so a line that was only begun is one."""
     kept: deque[Json] = deque(maxlen=count)
     await _in_thread(merge.until_now)
     while batch := await _in_thread(merge.batch):
-        kept.extend(batch)
-    if is_all:
-        kept.extend(await _in_thread(merge.rest))
+        kept.extend(filter(asked.is_wanted, batch))
+    if not asked.follow:
+        kept.extend(filter(asked.is_wanted, await _in_thread(merge.rest)))
     await _in_thread(merge.go_on)
     return list(kept)
 
@@ -206,7 +211,7 @@ async def _tail(merge: Merge, count: int, *, is_all: bool) -> list[Json]:
 async def _go_to_newer_attempts(node: NodeFacade, asked: _Asked, merge: Merge) -> bool:
     """Once an attempt's log is read to its end: True if there is a later one to go on with."""
     job = node.state.jobs.get(asked.job)
-    if job is None or asked.previous or (asked.run is not None and merge.attempts):
+    if job is None or (asked.run is not None and merge.attempts):
         return False
     moved = False
     for index in asked.replicas:
@@ -233,7 +238,7 @@ def _has_ended(node: NodeFacade, job: Job, index: int, run: int | None) -> bool:
     return run is not None and status is not None and status.run > run
 
 
-def _items(lines: list[Json]) -> Sequence[Item]:
+def _items(lines: Iterable[Json]) -> Sequence[Item]:
     return [Item(line, line["offset"]) for line in lines]
 
 

@@ -396,7 +396,7 @@ class _Connection(TCPServer):
 
 def _origin_form(target: bytes) -> bytes:
     """A client that takes us for a proxy sends the whole URL, and a server has to take it (RFC 9112 §3.2.2)."""
-    if not target[:7].lower() == b"http://":
+    if target[:7].lower() != b"http://":
         return target
     path = target[7:].partition(b"/")[2]
     return b"/" + path

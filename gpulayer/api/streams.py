@@ -99,8 +99,8 @@ class Stream(Response):
             # Too late for an answer: the stream is cut, and whoever asks again is told.
             log.warning("api.stream_cut", path=scope["path"], reason=str(group.exceptions[0]))
         if has_ended:
-            # Not within the nursery: the server takes the end as a disconnect, and to be cancelled by that would keep it
-            # from closing a connection that is to be closed.
+            # Not within the nursery: the server makes a disconnect of it, and if that cancelled the sending, a
+            # connection that is to be closed would stay open.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             if self._afterwards is not None:
                 await self._afterwards()

@@ -49,7 +49,7 @@ _GROUPS = {
             "explain": ("gpulayer.cli.jobs:job_explain", "Why it is where and how it is, node by node."),
             "wait": ("gpulayer.cli.jobs:job_wait", "Return when it has ended; exit code 0 if it succeeded."),
             "restart": ("gpulayer.cli.jobs:job_restart", "Replace its processes by new ones, or that of one replica."),
-            "cancel": ("gpulayer.cli.jobs:job_cancel", "Stop every replica of it."),
+            "cancel": ("gpulayer.cli.jobs:job_cancel", "Stop every replica of it, or of several."),
         },
     ),
     "token": (
@@ -102,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     As the program itself (`words` left out) it ends the process, unless that was the daemon.
     """
-    given = list(sys.argv[1:] if words is None else words)
+    given = _as_options(list(sys.argv[1:] if words is None else words))
     code = failure.guarded(given, lambda: _run(given))
     if words is None and given[:1] != ["up"]:
         # All is written by now. Taking down the interpreter in good order would be a tenth of what a command takes.
@@ -122,6 +122,19 @@ def _run(words: list[str]) -> int:
     tokens = with_command_marked(with_globals_last(words))
     code = make_app()(tokens, exit_on_error=False, print_error=False)
     return code if isinstance(code, int) else 0
+
+
+def _as_options(words: list[str]) -> list[str]:
+    """`gpulayer help [COMMAND]` and `gpulayer version`, as people try them."""
+    if words[:1] == ["help"]:
+        return [*words[1:], "--help"]
+    return ["--version"] if words == ["version"] else words
+
+
+def command_names(words: Sequence[str]) -> list[str]:
+    """What could be written where the command is: after `gpulayer`, or after the group that `words` begins with."""
+    group = next((word for word in words if word in _GROUPS), None) if len(words) > 1 else None
+    return list(_GROUPS[group][1]) if group is not None else [*_COMMANDS, *_GROUPS]
 
 
 def _page_without_cyclopts(words: list[str]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.render import clean, note, pairs, reason_text, say, say_json, say_now, table, utc
+from gpulayer.cli.render import clean, counted, note, pairs, reason_text, say, say_json, say_now, table, utc
 from gpulayer.model.units import format_duration, format_size
 
 
@@ -43,9 +43,14 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
     if found["gpus"]:
         say()
         table(("GPU", "FREE", "ALL"), [(gpu["model"], f"{gpu['free']:g}", f"{gpu['all']:g}") for gpu in found["gpus"]])
+        say()
+        table(
+            ("NODE", "DEVICE", "MEMORY", "FREE", "HELD BY"),
+            [_device_row(node, device) for node in found["nodes"] for device in _gpus(node)],
+        )
     say()
-    counted = ", ".join(f"{count} {state}" for state, count in found["jobs"].items() if count)
-    say(f"jobs: {counted or 'none'}")
+    by_state = ", ".join(f"{count} {state}" for state, count in found["jobs"].items() if count)
+    say(f"jobs: {by_state or 'none'}")
     queued = {job["id"] for job in found["queued"]}
     for job in found["queued"]:
         say(f"  {clean(job['name'])} waits: {reason_text(job['reason']) or 'to be placed'}")
@@ -57,7 +62,7 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
 
 
 def _node_row(node: dict[str, Any]) -> tuple[object, ...]:
-    gpus = [device for device in node["devices"] if device["kind"] != "cpu"]
+    gpus = _gpus(node)
     free = sum(device["share_free"] for device in gpus if not device["unhealthy"])
     return (
         node["name"],
@@ -69,10 +74,31 @@ def _node_row(node: dict[str, Any]) -> tuple[object, ...]:
     )
 
 
+def _gpus(node: dict[str, Any]) -> list[dict[str, Any]]:
+    return [device for device in node["devices"] if device["kind"] != "cpu"]
+
+
+def _device_row(node: dict[str, Any], device: dict[str, Any]) -> tuple[object, ...]:
+    held = [
+        f"{holder['name']}.{holder['replica']}" + ("" if holder["share"] == 1 else f" {holder['share']:g}")
+        for holder in device["held_by"]
+    ]
+    if device["unhealthy"]:
+        held.insert(0, f"unhealthy: {device['unhealthy']}")
+    return (
+        node["name"],
+        device["model"],
+        format_size(device["memory_mib"]),
+        f"{device['share_free']:g}",
+        ", ".join(held) or "-",
+    )
+
+
 def events(
     *,
     follow: Annotated[bool, Parameter(name=("--follow", "-f"))] = False,
     since: str | None = None,
+    offsets: bool = False,
     json: bool = False,
     connection: Connection = LOCAL,
 ) -> None:
@@ -83,15 +109,18 @@ def events(
     follow
         Go on with what happens, until Ctrl-C.
     since
-        Offset to go on behind, as printed in front of each event; left out, from the oldest kept.
+        Offset to go on behind, as --offsets and --json show them; left out, from the oldest kept.
+    offsets
+        Begin each line with its offset.
     json
         One JSON document a line.
     """
-    say_events(connection.client().events(after=since, follow=follow), json=json, follow=follow)
+    client = connection.client(meanwhile="jobs run on; Ctrl-C ends this")
+    say_events(client.events(after=since, follow=follow), json=json, follow=follow, offsets=offsets)
 
 
-def say_events(found: Iterable[dict[str, Any]], *, json: bool, follow: bool) -> None:
-    """One line each: offset, time, what it is about, kind, text."""
+def say_events(found: Iterable[dict[str, Any]], *, json: bool, follow: bool, offsets: bool) -> None:
+    """One line each: time, what it is about, where, text."""
     for event in found:
         if json:
             say_json(event, indent=None)
@@ -99,7 +128,8 @@ def say_events(found: Iterable[dict[str, Any]], *, json: bool, follow: bool) -> 
         subject = event["job_name"] or event["job"]
         if subject and event["replica"] is not None:
             subject = f"{subject}.{event['replica']}"
-        words = (event["offset"], utc(event["at_utc"]), subject, event["node"], event["kind"], clean(event["text"]))
+        offset = event["offset"] if offsets else ""
+        words = (offset, utc(event["at_utc"]), subject, event["node"], clean(event["text"]))
         (say_now if follow else say)(" ".join(str(word) for word in words if word))
 
 
@@ -123,7 +153,7 @@ def audit(*, json: bool = False, connection: Connection = LOCAL) -> int:
             note(f"hint: {clean(difference['hint'])}")
     count = len(differences)
     say(
-        f"{count} {'difference' if count == 1 else 'differences'}; {found['replicas_checked']} replicas and "
-        f"{found['processes_seen']} processes checked"
+        f"{counted(count, 'difference')}; {counted(found['replicas_checked'], 'replica')} and "
+        f"{counted(found['processes_seen'], 'process', 'processes')} checked"
     )
     return 1 if differences else 0

@@ -27,11 +27,22 @@ class Connection:
         str | None, Parameter(help="Data directory of the daemon on this host ($GPULAYER_DATA_DIR).")
     ] = None
 
-    def client(self) -> Client:
+    def client(self, *, meanwhile: str = "the job runs on; Ctrl-C leaves it") -> Client:
+        """`meanwhile`: what is said of what is followed while no daemon answers."""
+        from gpulayer.cli.render import note
+        from gpulayer.client.stream import Absence
         from gpulayer.client.sync import connect
 
+        def tell(is_away: bool) -> None:
+            if is_away:
+                note(f"no daemon answers; waiting for it to come back ({meanwhile})")
+            else:
+                note("the daemon is back")
+
         gc.enable()
-        return connect(self.url, self.token, self.data_dir)
+        client = connect(self.url, self.token, self.data_dir)
+        client.absence = Absence(tell)
+        return client
 
 
 LOCAL = Connection()

@@ -106,12 +106,20 @@ def _as_invalid(error: CycloptsError, words: Sequence[str]) -> InvalidRequest:
     """cyclopts says what was wrong and the nearest right word in one sentence; here they are message and hint."""
     message, separator, nearest = " ".join(str(error).split()).partition(" Did you mean ")
     nearest, _, _ = nearest.partition(" Available commands")
-    message, _, available = message.partition(" Available commands: ")
+    message, is_command, _ = message.partition(" Available commands: ")
     command = " ".join(["gpulayer", *(getattr(error, "command_chain", None) or ())])
+    if command == "gpulayer submit" and any(word.partition("=")[0] == "--port" for word in words):
+        return InvalidRequest(
+            "submit has no option --port", hint="gpulayer chooses the port and sets $PORT; drop --port"
+        )
     if separator:
         hint = f"did you mean {nearest.strip(' ?.').strip(chr(34))}?"
-    elif available:
-        hint = f"commands: {available.rstrip('.')}"
+    elif is_command:
+        from gpulayer.cli.app import command_names
+
+        hint = f"commands: {', '.join(command_names(words))}"
+    elif message.endswith("--wait requires an argument"):
+        hint = "say how long, e.g. --wait 30s"
     else:
         hint = f"see {command} --help"
     return InvalidRequest(message.rstrip("."), hint=hint)

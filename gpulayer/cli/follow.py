@@ -6,35 +6,41 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpulayer.cli.failure import NOT_THE_JOBS_OWN, Interrupted
 from gpulayer.cli.jobs import exit_text, log_text
-from gpulayer.cli.render import clean, note, reason_text, say, say_json
+from gpulayer.cli.render import clean, note, reason_sentence, say, say_json
 from gpulayer.client.logs import LogLine
 from gpulayer.client.sync import ENDED_STATES, Document, Job, ended, is_all_ready, waiting_for
 from gpulayer.model.errors import GpulayerError, JobEnded, WaitTimeout
 from gpulayer.model.units import format_duration
 
 # Reasons that every healthy start passes through; worth words only when they stay.
-_AS_EVERY_START = frozenset(("starting", "not_listening"))
+_AS_EVERY_START = frozenset(("starting", "not_listening", "queued"))
+# Most services are ready by then, and need no words about how they got there.
+_QUIET_SECONDS = 1.0
 _REMIND_SECONDS = 5.0
 _REMIND_SECONDS_MAX = 60.0
+_NAMED_MAX = 5
+_LAST_LINES = 5
+# Around the last lines of a run there are its start, its end, and what follows from it.
+_LINES_ABOUT_A_RUN = 4
 
 # The last lines are on their way when the job is said to have ended; after this the rest is fetched.
 _LOG_END_SECONDS_MAX = 2.0
 
 
-def until_ready(job: Job, wait_seconds: float | None, *, json: bool) -> None:
+def until_ready(job: Job, wait_seconds: float | None, *, is_restarted_for_ever: bool, json: bool) -> None:
     """Tell on stderr how a service gets on; at last its id and one host:port per replica on stdout.
 
     Raises JobEnded with the reason where it ends, WaitTimeout with what it still waits for, Interrupted on Ctrl-C;
     the service itself goes on in the last two.
     """
     status: Document | None = None
-    progress = _Progress()
-    progress.remind()
+    progress = _ServiceProgress(job, is_restarted_for_ever=is_restarted_for_ever)
+    progress.begin()
     try:
         for status in job.watch(wait_seconds):
             progress.tell(status)
@@ -49,19 +55,27 @@ def until_ready(job: Job, wait_seconds: float | None, *, json: bool) -> None:
             if gone and others_are_ready and status["on_replica_end"] == "keep":
                 _say_last_lines({"replicas": gone})
                 raise JobEnded(
-                    f"job {job.name} is {status['state']}: task {gone[0]['index']} has ended for good"
-                    f" ({reason_text(gone[0]['reason'])})",
+                    f"job {job.name} is {status['state']}: replica {gone[0]['index']} has ended for good"
+                    f" ({reason_sentence(gone[0]['reason'])})",
                     hint=f"the others go on; see gpulayer job status {job.name}",
                 )
     except WaitTimeout:
         raise WaitTimeout(
             f"job {job.name} is not ready after {format_duration(wait_seconds or 0)}: {waiting_for(status)}",
-            hint=f"it goes on: gpulayer job status {job.name}; stop it with: gpulayer job cancel {job.name}",
+            hint=f"{_hint_of(status)}it goes on: gpulayer job status {job.name}; "
+            f"stop it with: gpulayer job cancel {job.name}",
         ) from None
     except KeyboardInterrupt:
         raise _left_running(job) from None
     finally:
         progress.end()
+
+
+def _hint_of(status: Document | None) -> str:
+    """What to do about what is waited for, to be followed by more."""
+    replicas = status["replicas"] if status is not None else ()
+    hints = [replica["reason"]["hint"] for replica in replicas if replica["state"] != "ready" and replica["reason"]]
+    return f"{clean(hints[0])}; " if hints and hints[0] else ""
 
 
 def _left_running(job: Job) -> Interrupted:
@@ -85,83 +99,184 @@ def _say_last_lines(status: Mapping[str, Any]) -> None:
     """The end of the log of each replica that failed."""
     for replica in status["replicas"]:
         if replica["last_exit"]:
-            note(f"task={replica['index']} last exit: {exit_text(replica['last_exit'])}")
+            note(f"replica {replica['index']}: last exit: {exit_text(replica['last_exit'])}")
         for line in replica["last_lines"]:
             note(f"  {clean(line)}")
 
 
+def waiting_words(replica: Mapping[str, Any]) -> tuple[str, str]:
+    """What is said behind `replica 0` of one that was not placed, and the hint; empty where it will be in a moment."""
+    reason = replica["reason"]
+    if replica["state"] != "waiting" or not reason or reason["code"] in _AS_EVERY_START:
+        return "", ""
+    sentence = reason_sentence(reason)
+    is_for_ever = sentence.startswith("cannot ever run here")
+    return sentence if is_for_ever else f"waits: {sentence}", reason["hint"]
+
+
 class _Progress:
-    """One line per replica as it gets on, nothing twice; and where nothing happens for long, what it waits for."""
+    """What people hear, once each: what is wrong, and what to do about it; where nothing happens for long, what is
+    waited for.
+    """
+
+    prefix = ""
 
     def __init__(self) -> None:
-        self._told: dict[int, str] = {}
-        self._exits: dict[int, tuple[int, int]] = {}
-        self._nodes: dict[int, tuple[str, int]] = {}
+        self._told: dict[int, object] = {}
+        self._hints: set[str] = set()
         self._latest: Mapping[str, Any] | None = None
         self._news_at = time.monotonic()
+        self._is_late = False
+        self._lock = threading.Lock()
         self._has_ended = threading.Event()
 
-    def tell(self, status: Mapping[str, Any]) -> None:
-        self._latest = status
-        for replica in status["replicas"]:
-            for words in self._news(replica):
-                self._news_at = time.monotonic()
-                note(f"task={replica['index']} {words}")
-
-    def remind(self) -> None:
+    def begin(self) -> None:
         """From now on, until `end()`, say what is waited for whenever there was no news for a while."""
         threading.Thread(target=self._remind, name="remind", daemon=True).start()
 
     def end(self) -> None:
         self._has_ended.set()
 
+    def tell(self, status: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._latest = status
+            self._tell(status)
+
+    def _tell(self, status: Mapping[str, Any]) -> None:
+        # Where several say the same, it is said once.
+        news: dict[tuple[str, str], list[int]] = {}
+        for replica in status["replicas"]:
+            words, hint = self._words(replica)
+            if words and self._told.get(replica["index"]) != (replica["attempt"], replica["run"], words):
+                news.setdefault((words, hint), []).append(replica["index"])
+            self._told[replica["index"]] = (replica["attempt"], replica["run"], words)
+        for (words, hint), indexes in news.items():
+            self._say(indexes, words, hint)
+
+    def _say(self, indexes: list[int], words: str, hint: str) -> None:
+        self._news_at = time.monotonic()
+        warning = "warning: " if words.startswith("cannot ever") else ""
+        note(f"{self.prefix}{warning}{_named(indexes)}{' ' if warning else ': '}{words}")
+        if hint and hint not in self._hints:
+            self._hints.add(hint)
+            note(f"hint: {clean(hint)}")
+
+    def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
+        """What the state of a replica is worth a line for, and the hint that goes with it."""
+        raise NotImplementedError
+
+    def _is_held(self, replica: Mapping[str, Any]) -> bool:
+        """Whether it is one that is waited for, and of which nothing else is heard."""
+        raise NotImplementedError
+
     def _remind(self) -> None:
         patience_seconds = _REMIND_SECONDS
         reminded_of = self._news_at
-        while not self._has_ended.wait(1.0):
-            if self._news_at != reminded_of:
-                reminded_of, patience_seconds = self._news_at, _REMIND_SECONDS
-            if self._latest is not None and time.monotonic() - self._news_at >= patience_seconds:
-                note(f"still waiting: {clean(waiting_for(self._latest))}")
-                patience_seconds += min(patience_seconds, _REMIND_SECONDS_MAX)
+        while not self._has_ended.wait(_QUIET_SECONDS):
+            with self._lock:
+                if self._latest is None:
+                    continue
+                if not self._is_late:
+                    self._is_late = True
+                    self._tell(self._latest)
+                if self._news_at != reminded_of:
+                    reminded_of, patience_seconds = self._news_at, _REMIND_SECONDS
+                if time.monotonic() - self._news_at >= patience_seconds:
+                    held = [replica for replica in self._latest["replicas"] if self._is_held(replica)]
+                    if held:
+                        note(f"{self.prefix}still waiting: {clean(waiting_for({'replicas': held}))}")
+                    patience_seconds += min(patience_seconds, _REMIND_SECONDS_MAX)
 
-    def _news(self, replica: Mapping[str, Any]) -> list[str]:
-        index = replica["index"]
-        news = []
-        placed = (replica["node"] or "", replica["attempt"])
-        if replica["node"] and self._nodes.get(index) != placed:
-            news.append(f"placed on {replica['node']}")
-        self._nodes[index] = placed
-        last_exit = replica["last_exit"]
-        if last_exit:
+
+def _named(indexes: Iterable[int]) -> str:
+    listed = [str(index) for index in indexes]
+    if len(listed) == 1:
+        return f"replica {listed[0]}"
+    if len(listed) > _NAMED_MAX:
+        return f"replicas {', '.join(listed[:_NAMED_MAX])} and {len(listed) - _NAMED_MAX} more"
+    return f"replicas {', '.join(listed[:-1])} and {listed[-1]}"
+
+
+class _ServiceProgress(_Progress):
+    """Also where each replica is, once it takes longer than most; that it is ready; how its runs end."""
+
+    def __init__(self, job: Job, *, is_restarted_for_ever: bool) -> None:
+        super().__init__()
+        self._job = job
+        self._is_restarted_for_ever = is_restarted_for_ever
+        self._exits: dict[int, tuple[int, int]] = {}
+        self._is_explained = False
+
+    def _tell(self, status: Mapping[str, Any]) -> None:
+        super()._tell(status)
+        for replica in status["replicas"]:
+            last_exit = replica["last_exit"]
+            if last_exit is None:
+                continue
             which = (replica["attempt"], last_exit["run"])
-            if self._exits.get(index) != which and replica["state"] not in ("backing_off", "ended"):
+            if self._exits.get(replica["index"]) == which:
+                continue
+            self._exits[replica["index"]] = which
+            if replica["state"] not in ("backing_off", "ended"):
                 # In those two states the reason says it.
-                news.append(f"exited: {clean(last_exit['text'])}")
-            self._exits[index] = which
-        words = _state_words(replica)
-        if words != self._told.get(index):
-            news.append(words)
-        self._told[index] = words
-        return [word for word in news if word]
+                self._say([replica["index"]], clean(last_exit["text"]), "")
+            if replica["state"] != "ended" and last_exit["ended_by"] == "itself" and not self._is_explained:
+                self._is_explained = True
+                self._explain(replica["index"], last_exit["run"], replica["reason"])
+
+    def _explain(self, index: int, run: int, reason: Mapping[str, Any] | None) -> None:
+        """The first run that failed: its last words, and what happens from here on."""
+        try:
+            lines = list(self._job.logs(replica=index, run=run, tail=_LAST_LINES + _LINES_ABOUT_A_RUN))
+        except GpulayerError:
+            lines = []
+        for line in [line for line in lines if line.kind == "output"][-_LAST_LINES:]:
+            note(f"  {clean(line.text)}")
+        if reason and reason["hint"] and reason["code"] not in _AS_EVERY_START:
+            self._hints.add(reason["hint"])
+            note(f"hint: {clean(reason['hint'])}")
+        if self._is_restarted_for_ever:
+            note(
+                "it is restarted until it is cancelled: Ctrl-C leaves it, "
+                f"`gpulayer job cancel {self._job.name}` stops it"
+            )
+
+    def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
+        reason = replica["reason"]
+        match replica["state"]:
+            case "ready":
+                return f"ready at {replica['endpoint']}" if replica["endpoint"] else "ready", ""
+            case "waiting":
+                return waiting_words(replica)
+            case "assigned" | "starting" if not reason or reason["code"] in _AS_EVERY_START:
+                is_news = self._is_late and not replica["last_exit"]
+                return f"placed on {replica['node']}" if is_news else "", ""
+            case "assigned" | "starting":
+                return reason_sentence(reason), reason["hint"]
+            case "backing_off":
+                # Its hint comes behind its last words.
+                return reason_sentence(reason) or "restarts", ""
+            case state:
+                words = state.replace("_", " ")
+                return f"{words}: {reason_sentence(reason)}" if reason else words, ""
+
+    def _is_held(self, replica: Mapping[str, Any]) -> bool:
+        # Of one that fails again and again there is a line for each time.
+        return replica["state"] not in ("ready", "backing_off", "ended")
 
 
-def _state_words(replica: Mapping[str, Any]) -> str:
-    """What its state is worth a line for; empty where the line above said it."""
-    reason = reason_text(replica["reason"])
-    match replica["state"]:
-        case "ready":
-            return f"ready at {replica['endpoint']}" if replica["endpoint"] else "ready"
-        case "assigned":
-            return ""
-        case "waiting":
-            return f"waiting: {reason}" if reason else ""
-        case "starting" if not reason or replica["reason"]["code"] in _AS_EVERY_START:
-            return f"starting, run {replica['run']}" if replica["run"] else ""
-        case "backing_off":
-            return f"restarting: {reason or 'it ended'}"
-        case state:
-            return f"{state}: {reason}" if reason else str(state)
+class _BatchProgress(_Progress):
+    """Only of what keeps it from being started: all else a batch says itself. Marked as ours, for it comes between its
+    own lines.
+    """
+
+    prefix = "gpulayer: "
+
+    def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
+        return waiting_words(replica)
+
+    def _is_held(self, replica: Mapping[str, Any]) -> bool:
+        return bool(replica["state"] == "waiting")
 
 
 class _Output(threading.Thread):
@@ -219,33 +334,31 @@ def until_ended(job: Job, wait_seconds: float | None, *, replicas: int) -> int:
     """
     output = _Output(job, prefixed=replicas > 1)
     output.start()
-    waits_for: dict[int, str] = {}
+    progress = _BatchProgress()
+    progress.begin()
     status: Document | None = None
     try:
         for status in job.watch(wait_seconds):
-            _tell_waiting(status, waits_for)
+            progress.tell(status)
             if status["state"] in ENDED_STATES:
+                progress.end()
                 output.finish()
                 return _own_exit_code(status)
     except WaitTimeout:
-        why = f": {waiting_for(status)}" if status is not None and status["state"] == "waiting" else ""
+        is_waiting = status is not None and status["state"] == "waiting"
         raise WaitTimeout(
-            f"job {job.name} has not ended after {format_duration(wait_seconds or 0)}{why}",
-            hint=f"it goes on: gpulayer job logs -f {job.name}; stop it with: gpulayer job cancel {job.name}",
+            f"job {job.name} has not ended after {format_duration(wait_seconds or 0)}"
+            + (f": {waiting_for(status)}" if is_waiting else ""),
+            hint=f"{_hint_of(status) if is_waiting else ''}it goes on: gpulayer job logs -f {job.name}; "
+            f"stop it with: gpulayer job cancel {job.name}",
         ) from None
     except KeyboardInterrupt:
         if isinstance(output.failed, BrokenPipeError):
             raise output.failed from None
         raise _left_running(job) from None
+    finally:
+        progress.end()
     raise AssertionError("a watch ends with an ended state")
-
-
-def _tell_waiting(status: Mapping[str, Any], told: dict[int, str]) -> None:
-    for replica in status["replicas"]:
-        reason = reason_text(replica["reason"]) if replica["state"] == "waiting" else ""
-        if reason and told.get(replica["index"]) != reason:
-            note(f"gpulayer: task={replica['index']} waiting: {reason}")
-        told[replica["index"]] = reason
 
 
 def _own_exit_code(status: Mapping[str, Any]) -> int:

@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 WIDTH_MAX = 100
 _LABEL_WIDTH_MAX = 28
 
+# What stands for the value of an option, where "text" says too little.
+_VALUES = {
+    "DURATION": "--timeout --start-timeout --stop-grace --wait",
+    "SIZE": "--gpu-memory --memory",
+    "N": "--gpus --cpus --replicas --replica --max-restarts --retry-max-attempts --priority --tail --run --api-port",
+    "FILE": "--file --env-file --config",
+    "DIR": "--workdir --data-dir",
+    "NAME": "--name --vendor --stop-signal",
+    "ADDRESS": "--bind --advertise",
+    "PATTERN": "--gpu-model",
+    "URL": "--url",
+    "TOKEN": "--token",
+}
+
 
 def width() -> int:
     import shutil
@@ -64,8 +78,9 @@ class Pages:
 
     def render_usage(self, console: Any, options: Any, usage: Any) -> None:
         text = _plain(usage).strip()
-        # "[ARGS...]" is the command, which is what people look for here.
-        print(f"Usage: {text.removeprefix('Usage:').strip().replace('[ARGS...]', '[--] CMD ARG…')}\n")
+        # "[ARGS...]" is the command, which is what people look for here; or the jobs.
+        words = "[--] CMD ARG…" if " submit " in text else "JOB…"
+        print(f"Usage: {text.removeprefix('Usage:').strip().replace('[ARGS...]', words)}\n")
 
     def render_description(self, console: Any, options: Any, description: Any) -> None:
         text = _plain(description)
@@ -76,7 +91,14 @@ class Pages:
 def _label(entry: Any) -> str:
     shown: Sequence[str] = entry.display_labels_with_metavar
     # Options people repeat are shown once, as one value each.
-    return ", ".join(shown).replace("...", "")
+    label = ", ".join(shown).replace("...", "")
+    metavar = (entry.metavar or "").replace("...", "")
+    value = next((value for value, names in _VALUES.items() if set(names.split()) & set(entry.positive_names)), None)
+    if metavar not in ("STR", "INT") or not label.endswith(metavar):
+        return label
+    # --label is K=V of a node, and what a token is for.
+    otherwise = "K=V" if _plain(entry.description).startswith("K=V") else "TEXT"
+    return label.removesuffix(metavar) + (value or otherwise)
 
 
 def _words(entry: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -10,11 +12,11 @@ from cyclopts import Parameter
 
 from gpulayer.cli.cluster import say_events
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.options import job_and_replica, moment
+from gpulayer.cli.options import job_and_replica, moment, whole_job
 from gpulayer.cli.render import ago, clean, note, pairs, reason_text, say, say_json, say_now, table, utc
 from gpulayer.client.logs import LogLine
-from gpulayer.client.sync import Client, Job, ended
-from gpulayer.model.errors import InvalidRequest, NotFound
+from gpulayer.client.sync import ENDED_STATES, Client, Job, ended
+from gpulayer.model.errors import GpulayerError, InvalidRequest, NotFound
 from gpulayer.model.units import format_duration, parse_duration
 
 Follow = Annotated[bool, Parameter(name=("--follow", "-f"))]
@@ -32,7 +34,7 @@ def job_list(
     Parameters
     ----------
     state
-        live, ended, or all: live.
+        live, ended, or all (default live).
     all
         The same as --state all.
     json
@@ -48,7 +50,7 @@ def job_list(
             job["id"],
             job["kind"],
             job["state"],
-            f"{job['ready']}/{job['replicas']}",
+            "-" if job["state"] in ENDED_STATES else f"{job['ready']}/{job['replicas']}",
             job["restarts"],
             f"{job['gpus']:g}" if job["gpus"] else "-",
             ago(job["submitted_at_utc"]),
@@ -71,37 +73,47 @@ def job_status(job: str, /, *, json: bool = False, connection: Connection = LOCA
     """
     name, index = job_and_replica(job)
     found = _job(connection.client(), name).status()
+    count = len(found["replicas"])
     if index is not None:
         _check_replica(found, index)
         found["replicas"] = [replica for replica in found["replicas"] if replica["index"] == index]
     if json:
         say_json(found)
         return
-    say_status(found)
+    say_status(found, count)
 
 
-def say_status(found: Mapping[str, Any]) -> None:
-    """The status of a job as people read it."""
+def say_status(found: Mapping[str, Any], count: int) -> None:
+    """The status of a job of `count` replicas as people read it."""
     say(
         pairs(
             job=found["name"],
             id=found["id"],
             kind=found["kind"],
             state=found["state"],
-            ready=f"{found['ready']}/{len(found['replicas'])}",
+            ready=None if found["state"] in ENDED_STATES else f"{found['ready']}/{count}",
             revision=found["revision"],
             restarts=found["restarts"],
         )
     )
-    say(f"command: {clean(' '.join(found['command']))}")
+    say(f"command: {clean(shlex.join(found['command']))}")
     ended_text = f", ended {ago(found['ended_at_utc'])} ago" if found["ended_at_utc"] else ""
     say(f"submitted: {utc(found['submitted_at_utc'])} ({ago(found['submitted_at_utc'])} ago{ended_text})")
-    _say_reason(found["reason"], "")
+    told = None
+    if count > 1 or not _is_same(found["reason"], found["replicas"][0]["reason"]):
+        told = found["reason"]
+        _say_reason(told, "")
     for replica in found["replicas"]:
-        _say_replica(replica)
+        _say_replica(replica, told)
 
 
-def _say_replica(replica: Mapping[str, Any]) -> None:
+def _is_same(reason: Mapping[str, Any] | None, of_replica: Mapping[str, Any] | None) -> bool:
+    """Whether a job's reason is no more than that of its only replica, which is shown below."""
+    return (reason or {}).get("code") == (of_replica or {}).get("code")
+
+
+def _say_replica(replica: Mapping[str, Any], told: Mapping[str, Any] | None) -> None:
+    """`told`: the reason of the job, whose hint needs no repeating."""
     devices = ",".join(
         device["uuid"] if device["share"] == 1 else f"{device['uuid']}:{device['share']:g}"
         for device in replica["devices"]
@@ -117,10 +129,10 @@ def _say_replica(replica: Mapping[str, Any]) -> None:
             run=replica["run"] or None,
             pid=replica["pid"],
             devices=devices or None,
-            up=ago(replica["ready_since_utc"]) if replica["state"] == "ready" else None,
+            up=ago(replica["started_at_utc"]) if replica["pid"] and replica["started_at_utc"] else None,
         )
     )
-    _say_reason(replica["reason"], "  ")
+    _say_reason(replica["reason"], "  ", told)
     if replica["next"]:
         say(f"  next: {clean(replica['next'])}")
     if replica["last_exit"]:
@@ -133,10 +145,10 @@ def _say_replica(replica: Mapping[str, Any]) -> None:
             say(f"    {clean(line)}")
 
 
-def _say_reason(reason: Mapping[str, Any] | None, indent: str) -> None:
+def _say_reason(reason: Mapping[str, Any] | None, indent: str, told: Mapping[str, Any] | None = None) -> None:
     if reason:
         say(f"{indent}reason: {reason_text(reason)}")
-        if reason["hint"]:
+        if reason["hint"] and not (told and told["hint"] == reason["hint"]):
             say(f"{indent}hint: {clean(reason['hint'])}")
 
 
@@ -146,7 +158,14 @@ def exit_text(last_exit: Mapping[str, Any]) -> str:
 
 
 def job_events(
-    job: str, /, *, follow: Follow = False, since: str | None = None, json: bool = False, connection: Connection = LOCAL
+    job: str,
+    /,
+    *,
+    follow: Follow = False,
+    since: str | None = None,
+    offsets: bool = False,
+    json: bool = False,
+    connection: Connection = LOCAL,
 ) -> None:
     """What happened to a job.
 
@@ -155,12 +174,14 @@ def job_events(
     follow
         Go on with what happens, until Ctrl-C.
     since
-        Offset to go on behind, as printed in front of each event.
+        Offset to go on behind, as --offsets and --json show them.
+    offsets
+        Begin each line with its offset.
     json
         One JSON document a line.
     """
-    found = _job(connection.client(), job).events(after=since, follow=follow)
-    say_events(found, json=json, follow=follow)
+    found = _job(connection.client(), whole_job(job, "events")).events(after=since, follow=follow)
+    say_events(found, json=json, follow=follow, offsets=offsets)
 
 
 def job_explain(job: str, /, *, json: bool = False, connection: Connection = LOCAL) -> None:
@@ -179,16 +200,19 @@ def job_explain(job: str, /, *, json: bool = False, connection: Connection = LOC
         say_json(found)
         return
     say(pairs(job=found["name"], id=found["id"], state=found["state"]))
-    _say_reason(found["reason"], "")
+    told = None
+    if len(found["replicas"]) != 1 or not _is_same(found["reason"], found["replicas"][0]["reason"]):
+        told = found["reason"]
+        _say_reason(told, "")
     for replica in found["replicas"]:
         if index is None or replica["index"] == index:
-            _say_explanation(replica)
+            _say_explanation(replica, told)
 
 
-def _say_explanation(replica: Mapping[str, Any]) -> None:
+def _say_explanation(replica: Mapping[str, Any], told: Mapping[str, Any] | None) -> None:
     devices = ",".join(device["uuid"] for device in replica["devices"] or ())
-    say(pairs(task=replica["index"], state=replica["state"], node=replica["node"], devices=devices or None))
-    _say_reason(replica["reason"], "  ")
+    say(pairs(replica=replica["index"], state=replica["state"], node=replica["node"], devices=devices or None))
+    _say_reason(replica["reason"], "  ", told)
     for why in replica["why"]:
         say(f"  {clean(why)}")
     for refusal in replica["refusals"]:
@@ -204,8 +228,10 @@ def job_logs(
     follow: Follow = False,
     replica: int | None = None,
     previous: bool = False,
+    run: int | None = None,
     since: str | None = None,
     tail: int | None = None,
+    timestamps: Annotated[bool, Parameter(name=("--timestamps", "-t"))] = False,
     json: bool = False,
     connection: Connection = LOCAL,
 ) -> None:
@@ -222,11 +248,15 @@ def job_logs(
     replica
         Only of this one.
     previous
-        Of the run before the present one.
+        Of every run that has ended, oldest first: all but the one that is on.
+    run
+        Only of this run, as `gpulayer job status` and the lines about starts number them.
     since
-        Not older than this: 15m, or 2026-01-31T12:00:00Z.
+        Not older than this, e.g. 15m, or 2026-01-31T12:00:00Z.
     tail
         Only the last so many lines.
+    timestamps
+        Begin each line with its time, in UTC.
     json
         One JSON document a line.
     """
@@ -236,17 +266,23 @@ def job_logs(
     chosen = index if replica is None else replica
     if tail is not None and tail < 0:
         raise InvalidRequest(f"tail: {tail} is not between 0 and {10**6}", hint="write --tail 100")
+    if run is not None and run < 1:
+        raise InvalidRequest(f"run: {run} is no run's number", hint="they are numbered from 1")
+    if previous and run is not None:
+        raise InvalidRequest("--previous and --run exclude each other", hint="leave out one of them")
     since_utc = None if since is None else moment("since", since)
     asked = connection.client().job(name)
     status = asked.status()
     if chosen is not None:
         _check_replica(status, chosen)
     prefixed = chosen is None and len(status["replicas"]) > 1
-    for line in asked.logs(follow=follow, replica=chosen, previous=previous, since=since_utc, tail=tail):
+    lines = asked.logs(follow=follow, replica=chosen, previous=previous, run=run, since=since_utc, tail=tail)
+    for line in lines:
         if json:
             say_json(asdict(line), indent=None)
         else:
-            (say_now if follow else say)(log_text(line, prefixed))
+            at = f"{utc(line.at_utc)} " if timestamps else ""
+            (say_now if follow else say)(at + log_text(line, prefixed))
 
 
 def log_text(line: LogLine, prefixed: bool) -> str:
@@ -271,10 +307,11 @@ def job_endpoints(
     watch
         Print them again at every change (with a blank line between), until the job ends or Ctrl-C.
     wait
-        Wait so long for every replica to be ready (exit code 124 after it).
+        Wait so long, e.g. 2m, for every replica to be ready (exit code 124 after it).
     json
         One JSON document: an array of objects. With --watch, one a line.
     """
+    whole_job(job, "endpoints")
     if wait is not None:
         asked = connection.client().job(job)
         asked.endpoints(wait=parse_duration(wait, "wait"))
@@ -301,11 +338,11 @@ def job_wait(job: str, /, *, timeout: str | None = None, json: bool = False, con
     Parameters
     ----------
     timeout
-        Wait no longer than this (exit code 124).
+        Wait no longer than this, e.g. 2h (exit code 124).
     json
         Its last status, as one JSON document.
     """
-    asked = connection.client().job(job)
+    asked = connection.client().job(whole_job(job, "wait"))
     status = asked.wait(None if timeout is None else parse_duration(timeout, "timeout"))
     if json:
         say_json(status)
@@ -336,27 +373,53 @@ def job_restart(job: str, /, *, json: bool = False, connection: Connection = LOC
     for sentence in answer.get("skipped", ()):
         note(f"left alone: {clean(sentence)}")
     which = ", ".join(str(replica) for replica in answer["replicas"])
-    note(f"restarting task {which} of {answer['name']}; see: gpulayer job status {answer['name']}")
+    number = "replica" if len(answer["replicas"]) == 1 else "replicas"
+    note(f"restarting {number} {which} of {answer['name']}; see: gpulayer job status {answer['name']}")
 
 
-def job_cancel(job: str, /, *, wait: str | None = None, json: bool = False, connection: Connection = LOCAL) -> None:
-    """Stop every replica of a job.
+def job_cancel(
+    *job: str,
+    wait: str | None = None,
+    json: bool = False,
+    connection: Connection = LOCAL,
+) -> None:
+    """Stop every replica of a job, or of several.
 
     Parameters
     ----------
+    job
+        JOB, one or more.
     wait
-        Wait so long until no process of it is left (exit code 124 after it).
+        Wait so long, e.g. 30s, until no process of it is left (exit code 124 after it).
     json
-        One JSON document.
+        One JSON document; for several jobs an array.
     """
-    # Read before anything is done: a wrong duration must not cancel.
+    # Read before anything is done: neither a wrong duration nor a wrong name among others must cancel.
     wait_seconds = None if wait is None else parse_duration(wait, "wait")
-    asked = connection.client().job(job)
-    answer = asked.cancel(False if wait_seconds is None else wait_seconds)
-    if json:
-        say_json(answer)
-    else:
-        note(f"job {asked.name} is {answer['state']}")
+    if not job:
+        raise InvalidRequest("no job was named", hint="write gpulayer job cancel JOB; gpulayer job list shows them")
+    for name in job:
+        whole_job(name, "cancel", "for a new process of that replica alone: gpulayer job restart")
+    client = connection.client()
+    handles = [client.job(name) for name in job]
+    answers, failed = [], []
+    for asked in handles:
+        try:
+            answers.append(asked.cancel())
+        except GpulayerError as error:
+            failed.append(error)
+    if wait_seconds is not None:
+        deadline = time.monotonic() + wait_seconds
+        stopping = {answer["id"] for answer in answers}
+        answers = [asked.wait(max(0.0, deadline - time.monotonic())) for asked in handles if asked.id in stopping]
+    if json and (answers or len(job) > 1):
+        say_json(answers[0] if len(job) == 1 else answers)
+    for answer in () if json else answers:
+        note(f"job {answer['name']} is {answer['state']}")
+    for other in failed[1:]:
+        note(f"gpulayer: {other.message}")
+    if failed:
+        raise failed[0]
 
 
 def _check_replica(status: Mapping[str, Any], index: int) -> None:

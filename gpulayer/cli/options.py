@@ -32,6 +32,17 @@ def moment(what: str, text: str) -> float:
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
+def whole_job(text: str, command: str, otherwise: str = "") -> str:
+    """`web`, where `web.2` would be one replica of it and `command` is about the whole."""
+    job, separator, index = text.rpartition(".")
+    if separator and job and index.isdecimal():
+        raise InvalidRequest(
+            f"{command} takes a whole job, and {text} is one replica",
+            hint=f"write gpulayer job {command} {job}{otherwise and f'; {otherwise} {text}'}",
+        )
+    return text
+
+
 def job_and_replica(text: str) -> tuple[str, int | None]:
     """`web.2` as the job and the index; `web` as the job and None. Neither names nor ids have a dot in them."""
     job, separator, index = text.rpartition(".")

@@ -55,6 +55,11 @@ def utc(at_utc: float) -> str:
     return f"{whole}.{int(at_utc % 1 * 1000):03d}Z"
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """`1 replica`, `2 replicas`."""
+    return f"{count} {one if count == 1 else several or one + 's'}"
+
+
 def pairs(**fields: object) -> str:
     """`state=ready node=n1`, without what is unknown."""
     return " ".join(f"{key}={clean(value)}" for key, value in fields.items() if value is not None)
@@ -81,6 +86,11 @@ def _terminal_width() -> int:
     import shutil
 
     return shutil.get_terminal_size().columns
+
+
+def reason_sentence(reason: Mapping[str, Any] | None) -> str:
+    """The sentence of a reason alone, where it follows on other words; empty where there is none."""
+    return clean(reason["text"] or reason["code"]) if reason else ""
 
 
 def reason_text(reason: Mapping[str, Any] | None) -> str:

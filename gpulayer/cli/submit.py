@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.failure import SubmitFailed
 from gpulayer.cli.options import key_value
-from gpulayer.cli.render import clean, pairs, say, say_json
+from gpulayer.cli.render import clean, note, pairs, say, say_json
 from gpulayer.client.requests import RETRY_OF_BATCH, RETRY_OF_SERVICE, JobRequest, Retry, batch, service
 from gpulayer.client.sync import Client, Document, Job
 from gpulayer.model.errors import GpulayerError, InvalidRequest
@@ -72,55 +72,55 @@ def submit(
     name
         Unique among live jobs; left out, made from the command.
     replicas
-        Copies, each on a node of its own (see --spread): 1.
+        Copies, each on a node of its own, see --spread (default 1).
     file
         Read the job from this TOML file: the options' names as keys, and `command`; options given here win.
     accelerator
-        Kind of device: any if --gpus, else none.
+        Kind of device (default: any if --gpus is given, else none).
     gpus
-        Per replica: 2, or 0.5 for a share of one.
+        Per replica, e.g. 2, or 0.5 for a share of one (default 0).
     gpu_model
-        Pattern such as '*A100*'; repeat it for several, one of which must match.
+        Pattern, e.g. '*A100*'; repeat it for several, one of which must match.
     gpu_memory
-        Each GPU has at least this: 24GiB.
+        Each GPU has at least this, e.g. 24GiB.
     vendor
-        nvidia, amd, apple.
+        Who made the device: nvidia, amd or apple.
     cpus
-        CPUs per replica: 4, or 0.5.
+        CPUs per replica, e.g. 4 or 0.5.
     memory
-        Memory per replica: 16GiB.
+        Memory per replica, e.g. 16GiB.
     label
         K=V that the node must have; repeat it for several.
     no_port
         Do not pick a port; else the node sets $PORT and the service must listen on it.
     restart
-        When a service's run ends: always.
+        When a service's run has ended, start a new one (default always).
     max_restarts
-        Restarts per replica before it has ended for good: no limit.
+        Restarts per replica before it has ended for good (default: no limit).
     retry_max_attempts
-        Times a replica is placed again after its node was lost: 10; for a batch 0.
+        Times a replica is placed again after its node was lost (default 10, for a batch 0).
     spread
-        node puts each replica on another node, any only prefers that: node.
+        node puts each replica on another node, any only prefers that (default node).
     priority
-        0 to 100, higher first in the queue: 50.
+        0 to 100, higher first in the queue (default 50).
     on_replica_end
-        When a replica has ended for good, stop the others, or keep them: stop.
+        When a replica has ended for good, stop the others, or keep them (default stop).
     timeout
-        End it after this long: 24h.
+        End it after this long, e.g. 24h (default: no limit).
     start_timeout
-        A run that is not ready after this is ended, and restarted by the policy.
+        A run that is not ready after this, e.g. 15m, is ended, and restarted by the policy (default: no limit).
     env
         K=V, or K for the value it has here; repeat it for several.
     env_file
         File of such lines; # begins a comment. --env wins over it.
     workdir
-        Directory to run in, on the node: a sandbox of its own.
+        Directory to run in, on the node, e.g. . for this one (default: a sandbox of its own).
     stop_signal
-        Signal that asks it to stop: TERM.
+        Signal that asks it to stop (default TERM).
     stop_grace
-        Time between that signal and KILL: 10s.
+        Time between that signal and KILL (default 10s).
     wait
-        Wait no longer than this to be ready (a batch: to end); exit code 124 after it, and the job goes on.
+        Wait no longer than this, e.g. 5m, to be ready (a batch: to end); exit code 124 after it, and the job goes on.
     detach
         Print the id and return.
     dry_run
@@ -162,10 +162,13 @@ def submit(
     try:
         if is_attached_batch and json:
             raise InvalidRequest("--json does not go with a batch that shows its output", hint="add --detach")
+        if detach and wait is not None:
+            raise InvalidRequest("--wait and --detach exclude each other", hint="leave out one of them")
         wait_seconds = None if wait is None else parse_duration(wait, "wait")
         request = request_from_keys(keys)
         client = connection.client()
         _check_workdir(request, client)
+        _tell_of_files_here(request, client)
         if dry_run:
             return _say_dry_run(client.dry_run(request), json=json)
         answer = client.submit_document(request)
@@ -174,6 +177,7 @@ def submit(
                 say_json(answer)
             else:
                 say(answer["id"])
+            _warn_of_what_waits(Job(client, answer["id"], answer["name"]))
             return 0
         return _stay(Job(client, answer["id"], answer["name"]), request, wait_seconds, json=json)
     except GpulayerError as error:
@@ -185,8 +189,28 @@ def _stay(job: Job, request: JobRequest, wait_seconds: float | None, *, json: bo
 
     if request.spec.kind == "batch":
         return until_ended(job, wait_seconds, replicas=request.spec.replicas)
-    until_ready(job, wait_seconds, json=json)
+    until_ready(job, wait_seconds, is_restarted_for_ever=_is_restarted_for_ever(request), json=json)
     return 0
+
+
+def _is_restarted_for_ever(request: JobRequest) -> bool:
+    return request.spec.max_restarts is None and request.spec.restart == "always"
+
+
+def _warn_of_what_waits(job: Job) -> None:
+    """Of a job that nobody stays with: what would keep it waiting until a person does something. Costs 3 ms."""
+    try:
+        status = job.status()
+    except GpulayerError:
+        # It is accepted all the same.
+        return
+    for replica in status["replicas"]:
+        reason = replica["reason"] if replica["state"] == "waiting" else None
+        if reason and (reason["text"].startswith("cannot ever run here") or "--spread any" in reason["hint"]):
+            waits = "" if reason["text"].startswith("cannot") else "waits: "
+            note(f"warning: replica {replica['index']} {waits}{clean(reason['text'])}")
+            note(f"hint: {clean(reason['hint'])}")
+            return
 
 
 def _say_dry_run(found: Document, *, json: bool) -> int:
@@ -196,11 +220,23 @@ def _say_dry_run(found: Document, *, json: bool) -> int:
         return 0 if found["fits"] else 1
     for replica in found["replicas"]:
         devices = ",".join(device["uuid"] for device in replica["devices"])
-        say(pairs(task=replica["index"], node=replica["node"] or "none", devices=devices or None))
+        say(pairs(replica=replica["index"], node=replica["node"] or "none", devices=devices or None))
         for refusal in replica["refusals"]:
             say(f"  not on {clean(refusal['node'])}: {refusal['code']}: {clean(refusal['text'])}")
     say(clean(found["summary"]))
     return 0 if found["fits"] else 1
+
+
+def _tell_of_files_here(request: JobRequest, client: Client) -> None:
+    """Where a word of the command is a file in this directory, and the job will run elsewhere."""
+    if request.spec.workdir is not None or not client.is_local:
+        return
+    program, *arguments = request.spec.argv
+    # A program without a slash is looked up in PATH, not here.
+    for word in ([program] if "/" in program else []) + arguments:
+        if word and not os.path.isabs(word) and os.path.isfile(word):
+            note(f"note: {clean(word)} is in this directory, but the job runs in a sandbox of its own; add --workdir .")
+            return
 
 
 def _check_workdir(request: JobRequest, client: Client) -> None:
@@ -217,7 +253,9 @@ def request_from_keys(keys: Mapping[str, Any]) -> JobRequest:
     """The request that options, or a file's keys, ask for. The keys are the options' names with underscores."""
     is_service = bool(keys.get("service"))
     if not keys.get("command"):
-        raise InvalidRequest("there is no command", hint="write it after --, as in: gpulayer submit -- python train.py")
+        raise InvalidRequest(
+            "there is no command", hint="write it after --, as in: gpulayer submit --workdir . -- python train.py"
+        )
     made: dict[str, Any] = {
         "name": keys.get("name"),
         "labels": dict(key_value("label", text) for text in keys.get("label", ())),
@@ -278,10 +316,13 @@ _PYTHON_NAMES = {
 def _environment(keys: Mapping[str, Any]) -> dict[str, str]:
     made: dict[str, str] = {}
     for path in keys.get("env_file", ()):
-        for line in _read_text(path, "env-file").splitlines():
+        for number, line in enumerate(_read_text(path, "env-file").splitlines(), start=1):
             text = line.strip()
             if text and not text.startswith("#"):
-                name, value = _variable(text, f"env-file {path}")
+                what = f"env-file {path}, line {number}"
+                name, value = _variable(text, what)
+                if not name or any(char.isspace() for char in name):
+                    raise InvalidRequest(f"{what}: {name!r} is not a variable's name", hint="write NAME=VALUE")
                 made[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     made.update(_variable(text, "env") for text in keys.get("env", ()))
     return made

@@ -29,21 +29,21 @@ def up(
     Parameters
     ----------
     data_dir
-        Where it keeps everything: /var/lib/gpulayer as root, else ~/.local/state/gpulayer.
+        Where it keeps everything (default /var/lib/gpulayer as root, else ~/.local/state/gpulayer).
     config
-        Configuration file: /etc/gpulayer/gpulayer.toml, if it is there.
+        Configuration file (default /etc/gpulayer/gpulayer.toml, if it is there).
     bind
-        Address to listen on, loopback only in this version: 127.0.0.1.
+        Address to listen on, loopback only in this version (default 127.0.0.1).
     advertise
-        Address that endpoints carry: that of --bind.
+        Address that endpoints carry (default: that of --bind).
     api_port
-        Port of the HTTP API on that address, 0 for any that is free: 7450.
+        Port of the HTTP API on that address, 0 for any that is free (default 7450).
     name
-        Name of this node: the host's.
+        Name of this node (default: the host's).
     label
         K=V that `submit --label` can ask for; repeat it for several.
     log_format
-        How it logs to stderr: auto is text on a terminal, else json.
+        How it logs to stderr: auto and text are for people, json is a document a line (default auto).
     abandon_state
         Start although the state in the data directory cannot be read; it is put aside, and jobs are forgotten.
     """

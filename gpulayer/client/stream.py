@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +23,38 @@ _READ_BYTES = 256 * 1024
 
 # A daemon that is restarted or upgraded is back in seconds; one that is not after a minute needs a person.
 RECONNECT_SECONDS_MAX = 60.0
+# A connection that lasted so long was no failed try of one.
+_LASTED_SECONDS = 1.0
 _RECONNECT_DELAY_SECONDS = 0.1
 _RECONNECT_DELAY_SECONDS_MAX = 2.0
+
+
+# A restart of the daemon takes about a second; what takes longer is worth a word to whoever waits.
+ABSENCE_TOLD_AFTER_SECONDS = 2.0
+
+
+class Absence:
+    """Tells once that no daemon answers for a while, and once that one does again. The streams of a client share it,
+    so that two of them do not say it twice.
+    """
+
+    def __init__(self, tell: Callable[[bool], None]) -> None:
+        """`tell(True)`: it is away; `tell(False)`: it is back. Called in the thread of the stream that notices."""
+        self._tell = tell
+        self._is_told = False
+        self._lock = threading.Lock()
+
+    def lasts(self, seconds: float) -> None:
+        with self._lock:
+            if seconds >= ABSENCE_TOLD_AFTER_SECONDS and not self._is_told:
+                self._is_told = True
+                self._tell(True)
+
+    def is_over(self) -> None:
+        with self._lock:
+            if self._is_told:
+                self._is_told = False
+                self._tell(False)
 
 
 class StreamLost(Unreachable):
@@ -51,6 +82,7 @@ def resumed_documents(
     deadline: float = math.inf,
     is_last: Callable[[Any], bool] = lambda document: False,
     is_over: Callable[[], bool] = lambda: True,
+    absence: Absence | None = None,
 ) -> Iterator[Any]:
     """The same over any number of connections. `path_after(last)` says where to go on; `last` is None before the first.
 
@@ -62,26 +94,43 @@ def resumed_documents(
     lost_at: float | None = None
     delay_seconds = _RECONNECT_DELAY_SECONDS
     while True:
+        opened_at: float | None = None
         try:
-            for document in documents(transport, path_after(last), deadline=deadline):
+            opened = transport.open("GET", path_after(last), timeout_seconds=_patience(deadline))
+            opened_at = time.monotonic()
+            if absence is not None:
+                absence.is_over()
+            for document in _documents(opened, deadline):
                 last, lost_at, delay_seconds = document, None, _RECONNECT_DELAY_SECONDS
                 yield document
                 if is_last(document):
                     return
             if is_over():
                 return
-            lost_at = lost_at or time.monotonic()
         except Unreachable as error:
-            if lost_at is None:
-                if last is None and not isinstance(error, StreamLost):
-                    raise
-                lost_at = time.monotonic()
-            if time.monotonic() - lost_at > RECONNECT_SECONDS_MAX:
+            if lost_at is None and opened_at is None and last is None:
                 raise
-        if time.monotonic() >= deadline:
+            failure: Unreachable | None = error
+        else:
+            failure = None
+        now = time.monotonic()
+        if lost_at is None or (opened_at is not None and now - opened_at > _LASTED_SECONDS):
+            # It was there for a while, silent: what is lost now is lost anew.
+            lost_at, delay_seconds = now, _RECONNECT_DELAY_SECONDS
+        if failure is not None and now - lost_at > RECONNECT_SECONDS_MAX:
+            raise failure
+        if now >= deadline:
             raise WaitTimeout("waited long enough", hint="what was waited for goes on")
-        time.sleep(min(delay_seconds, max(0.0, deadline - time.monotonic())))
+        if absence is not None:
+            absence.lasts(now - lost_at)
+        time.sleep(min(_pause(delay_seconds, now - lost_at), max(0.0, deadline - now)))
         delay_seconds = min(delay_seconds * 2, _RECONNECT_DELAY_SECONDS_MAX)
+
+
+def _pause(delay_seconds: float, away_seconds: float) -> float:
+    """Until the next try, or until it is time to say that there is nobody."""
+    left_seconds = ABSENCE_TOLD_AFTER_SECONDS - away_seconds
+    return min(delay_seconds, left_seconds) if left_seconds > 0 else delay_seconds
 
 
 def _patience(deadline: float) -> float:

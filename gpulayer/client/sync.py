@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import quote, urlencode
 
 from gpulayer.client.address import find_address
-from gpulayer.client.stream import documents, posted_documents, resumed_documents
+from gpulayer.client.stream import Absence, documents, posted_documents, resumed_documents
 from gpulayer.client.transport import NoAnswer, Transport
 from gpulayer.model.errors import GpulayerError, JobEnded, NotFound, Unreachable, WaitTimeout
 from gpulayer.model.units import format_duration
@@ -34,6 +34,8 @@ ENDED_STATES = frozenset(("succeeded", "failed", "cancelled", "lost"))
 # 0.1 s doubling to 3.2 s is 6.3 s in all: longer than a daemon takes to be restarted, shorter than a person waits.
 _SUBMIT_RETRY_DELAYS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _PAGE_JOBS = 1000
+# A word of the command line that is no UTF-8 is sent as it was typed: the daemon says that there is no such thing.
+_BYTES_AS_THEY_ARE = "surrogateescape"
 
 
 def connect(url: str | None = None, token: str | None = None, data_dir: str | None = None) -> Client:
@@ -52,6 +54,8 @@ class Client:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self.absence: Absence | None = None
+        """Hears when no daemon answers while something is followed, and when one does again; for whoever watches."""
 
     @property
     def url(self) -> str:
@@ -171,7 +175,7 @@ class Client:
             return _path(path, after=after if last is None else last["offset"], follow=int(follow) or None)
 
         if follow:
-            return resumed_documents(self._transport, path_after, is_over=lambda: False)
+            return resumed_documents(self._transport, path_after, is_over=lambda: False, absence=self.absence)
         return documents(self._transport, path_after(None))
 
 
@@ -206,6 +210,7 @@ class Job:
             deadline=_deadline(timeout),
             is_last=lambda status: status["state"] in ENDED_STATES,
             is_over=lambda: False,
+            absence=self._client.absence,
         )
 
     def endpoints(self, wait: float | None = None) -> list[str]:
@@ -241,6 +246,7 @@ class Job:
             self._transport,
             lambda last: f"{self._path}/endpoints?watch=1",
             is_over=self._has_ended,
+            absence=self._client.absence,
         )
 
     def logs(
@@ -255,9 +261,9 @@ class Job:
     ) -> Iterator[LogLine]:
         """What was written, oldest first: everything kept, or what is chosen.
 
-        `previous`: of the run before the present one; `run`: of that one; `since`: UTC seconds; `tail`: the last so
-        many lines; `after`: behind the offset of a line. With `follow` it goes on until the job ends, also through a
-        restart of the daemon.
+        `previous`: of every run that has ended; `run`: of that one; `since`: UTC seconds; `tail`: the last so many
+        lines; `after`: behind the offset of a line. With `follow` it goes on until the job ends, also through a restart
+        of the daemon.
         """
         from gpulayer.client.logs import log_line
 
@@ -274,7 +280,9 @@ class Job:
             )
 
         if follow:
-            found = resumed_documents(self._transport, path_after, is_over=self._has_ended)
+            found = resumed_documents(
+                self._transport, path_after, is_over=self._has_ended, absence=self._client.absence
+            )
         else:
             found = documents(self._transport, path_after(None))
         return (log_line(line) for line in found)
@@ -350,14 +358,15 @@ def waiting_for(status: Mapping[str, Any] | None) -> str:
     if status is None:
         return "the daemon did not say how it is"
     held = [replica for replica in status["replicas"] if replica["state"] != "ready"]
-    said = [f"task={replica['index']} {replica_words(replica)}" for replica in held[:3]]
+    said = [f"replica {replica['index']} is {replica_words(replica)}" for replica in held[:3]]
     return "; ".join(said) + (f"; and {len(held) - 3} more" if len(held) > 3 else "")
 
 
 def replica_words(replica: Mapping[str, Any]) -> str:
-    """State and reason of one replica, as people read it."""
+    """State and reason of one replica, as people read it behind `replica 0 is`."""
     reason = replica["reason"]
-    return f"{replica['state']}: {reason['text'] or reason['code']}" if reason else str(replica["state"])
+    state = replica["state"].replace("_", " ")
+    return f"{state}: {reason['text'] or reason['code']}" if reason else state
 
 
 def _deadline(timeout: float | None) -> float:
@@ -366,7 +375,7 @@ def _deadline(timeout: float | None) -> float:
 
 def _path(path: str, **query: object) -> str:
     given = {key: value for key, value in query.items() if value is not None}
-    return f"{path}?{urlencode(given)}" if given else path
+    return f"{path}?{urlencode(given, errors=_BYTES_AS_THEY_ARE)}" if given else path
 
 
 def _segment(text: str, what: str) -> str:
@@ -375,7 +384,7 @@ def _segment(text: str, what: str) -> str:
         raise NotFound(
             f"no {what} is named by an empty word", hint=f"give its name or id; gpulayer {what} list shows them"
         )
-    return quote(text, safe="")
+    return quote(text, safe="", errors=_BYTES_AS_THEY_ARE)
 
 
 def _as_document(answer: Any) -> Document:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpulayer.client.address import Address, Loopback, UnixSocket
 from gpulayer.model.errors import GpulayerError, InvalidRequest, PermissionDenied, Unreachable
-from gpulayer.model.places import SOCKET_NAME
+from gpulayer.model.places import API_PORT, SOCKET_NAME
 
 CONNECT_SECONDS_MAX = 5.0
 # The daemon commits a write within milliseconds; half a minute covers a disk that stalls.
@@ -166,8 +166,9 @@ class Transport:
         except ValueError:
             document = None
         error = error_from_json(document, status)
-        if status == 401 and not error.hint:
-            error.hint = "give a token with --token or $GPULAYER_TOKEN; gpulayer token create makes one"
+        if status == 401:
+            # The node speaks of headers; people do not write those.
+            error.hint = "give --token or set GPULAYER_TOKEN; gpulayer token create, on the node itself, makes one"
         return error
 
 
@@ -191,14 +192,14 @@ def _connect_unix(path: str) -> socket.socket:
 
 
 def start_hint(address: Address) -> str:
-    """The command that starts the daemon which was looked for."""
+    """What to do where no daemon answers: mostly the command that starts the one which was looked for."""
     match address:
         case UnixSocket(path=path) if os.path.basename(path) == SOCKET_NAME:
             directory = os.path.dirname(path)
             is_default = directory in ("/var/lib/gpulayer", os.path.expanduser("~/.local/state/gpulayer"))
             return "start it with: gpulayer up" if is_default else f"start it with: gpulayer up --data-dir {directory}"
-        case Loopback(port=port) if port != 7450:
-            return f"start it with: gpulayer up --api-port {port}"
+        case Loopback(port=port) if port != API_PORT:
+            return f"check the port in the URL: a daemon listens on {API_PORT}, or on what its --api-port says"
         case _:
             return "start it with: gpulayer up"
 

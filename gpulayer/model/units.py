@@ -45,7 +45,9 @@ def parse_duration(text: str, what: str = "duration") -> Duration:
     cleaned = text.strip().lower()
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", cleaned)
     if not parts or "".join(number + unit for number, unit in parts) != cleaned:
-        raise InvalidRequest(f"{what}: {text!r} is not a duration", hint="write it like 90s, 15m, 24h or 1h30m")
+        raise InvalidRequest(
+            f"{what}: {text!r} is not a duration", hint="write it like 90s, 15m, 24h or 1h30m; units are ms, s, m, h, d"
+        )
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if seconds > DURATION_MAX:
         raise InvalidRequest(f"{what}: {text!r} is longer than ten years", hint="write it like 90s, 15m or 24h")
@@ -74,7 +76,10 @@ def parse_size(text: str, what: str = "size") -> Mib:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     factor = _MIB.get(match[2]) if match else None
     if match is None or factor is None:
-        raise InvalidRequest(f"{what}: {text!r} is not a size", hint="write it like 24GiB, 512MiB or 80GB")
+        raise InvalidRequest(
+            f"{what}: {text!r} is not a size",
+            hint="write it like 24GiB, 512MiB or 80GB; units are KiB, MiB, GiB, TiB, KB, MB, GB, TB",
+        )
     mib = math.ceil(float(match[1]) * factor)
     if mib > MIB_MAX:
         raise InvalidRequest(f"{what}: {text!r} is more than 1 EiB", hint="write it like 24GiB")

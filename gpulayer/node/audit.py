@@ -21,6 +21,7 @@ from gpulayer.model.replica import ReplicaStatus
 from gpulayer.runtime.listeners import accepting, inodes_of, listening
 from gpulayer.runtime.processes import attempt_of
 from gpulayer.runtime.sandboxes import attempt_id
+from gpulayer.runtime.shim_link import lock_holders
 from gpulayer.shim import notes, tree
 from gpulayer.shim.tree import ProcessStat
 
@@ -158,14 +159,20 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
     for stat in processes.values():
         children.setdefault(stat.ppid, []).append(stat)
     try:
-        names = sorted(os.listdir(root))
+        names = set(os.listdir(root))
     except FileNotFoundError:
-        names = []
-    for name in names:
+        names = set()
+    # By the locks that they hold: what a file says may be of yesterday, or the sandbox removed by hand.
+    shims = {
+        holder.attempt: processes[holder.shim.pid]
+        for holder in sorted(lock_holders(root), key=lambda holder: holder.is_in_place)
+        if holder.shim.pid in processes
+    }
+    for name in sorted(names | {str(attempt) for attempt in shims}):
         attempt = attempt_id(name)
         if attempt is None:
             continue
-        shim = _living_shim(root / name, processes)
+        shim = shims.get(attempt)
         sandbox = _Sandbox(attempt=attempt, shim=shim)
         if shim is not None:
             sandbox.tree = {stat.pid: stat for stat in _below(shim.pid, children) if not stat.is_zombie}
@@ -183,13 +190,6 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
     return found
 
 
-def _living_shim(directory: Path, processes: Mapping[int, ProcessStat]) -> ProcessStat | None:
-    told = _json(directory / "shim.json")
-    pid = told.get("pid")
-    stat = processes.get(pid) if isinstance(pid, int) else None
-    return stat if stat is not None and stat.start_time == told.get("start_time") and not stat.is_zombie else None
-
-
 def _below(pid: int, children: Mapping[int, list[ProcessStat]]) -> list[ProcessStat]:
     """All of a tree, however deep: no recursion."""
     below = list(children.get(pid, ()))
@@ -205,6 +205,6 @@ def _owners(inode: int, processes: Mapping[int, ProcessStat]) -> list[int]:
 def _json(path: Path) -> dict[str, object]:
     try:
         told = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last for what is nested without end
         return {}
     return told if isinstance(told, dict) else {}

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpulayer.model.errors import InvalidRequest
-from gpulayer.model.ids import checked_name
+from gpulayer.model.ids import NodeId, checked_name
 from gpulayer.model.job import sorted_pairs
 from gpulayer.model.places import API_PORT, CONFIG_PATH, default_data_dir
 from gpulayer.model.units import MILLI, parse_count, parse_size
+from gpulayer.runtime.accelerators.declared import declared_accelerators
 
 LogFormat = Literal["auto", "json", "text"]
 LOG_FORMATS = ("auto", "json", "text")
@@ -121,6 +122,12 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
     cgroups = supervision.get("cgroups", "auto")
     if cgroups not in ("auto", "off"):
         raise InvalidRequest(f"supervision.cgroups: {cgroups!r} is unknown", hint="use auto or off")
+    accelerators = tuple(table.get("accelerators", ()))
+    try:
+        # Only to be told here, with the file's name, what is wrong with them: the node's id is not known yet.
+        declared_accelerators(accelerators, node_id=NodeId("n-0"))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error.message}", hint=error.hint) from error
     return Config(
         data_dir=Path(os.path.abspath(os.path.expanduser(data_dir))),
         bind=bind,
@@ -128,7 +135,7 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
         api_port=parse_count(merged.get("api_port", API_PORT), "api_port", least=0, most=65535),
         name=checked_name(str(merged["name"])) if merged.get("name") else _host_name(),
         labels=sorted_pairs(labels),
-        accelerators=tuple(table.get("accelerators", ())),
+        accelerators=accelerators,
         cpus_milli=_checked_cpus(resources["cpus"]) if "cpus" in resources else None,
         memory_mib=parse_size(resources["memory"], "resources.memory") if "memory" in resources else None,
         log_max_bytes=_checked_bytes(logs.get("max_bytes", 10 * 2**20)),

@@ -15,7 +15,15 @@ import structlog
 import trio
 
 from gpulayer.core.cluster.apply import Accepted, Rejected, apply, check
-from gpulayer.core.cluster.commands import Command, LogEntry
+from gpulayer.core.cluster.commands import (
+    Command,
+    ForgetJobs,
+    LogEntry,
+    ReplicaEnded,
+    ReplicaReleased,
+    RevokeToken,
+    StopJob,
+)
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.errors import BY_CODE, GpulayerError, InvalidRequest, NotFound, Refused, StorageFailed
 from gpulayer.model.event import Event
@@ -33,6 +41,10 @@ BATCH_ENTRIES_MAX = 256
 QUEUE_MAX = 10_000
 # Entries kept behind a snapshot: nobody else needs them yet, people who explain a decision do.
 TRAILING_ENTRIES = 2_000
+
+
+# Commands that are accepted on a full disk too: with them people and nodes get rid of what fills it.
+ENDING = (StopJob, ReplicaEnded, ReplicaReleased, ForgetJobs, RevokeToken)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,15 +133,27 @@ class SoleVoter:
                 self._wakeup = trio.Event()
                 await self._wakeup.wait()
             batch = [self._queue.popleft() for _ in range(min(BATCH_ENTRIES_MAX, len(self._queue)))]
-            try:
-                await self._commit(batch)
-            except StorageFailed as error:
-                if error.code != "disk_full":
-                    self.failed = error
-                    log.error("voter.storage_failed", reason=error.message, hint=error.hint)
-                for proposal in batch:
-                    if not proposal.is_resolved:
-                        proposal.resolve(_again(error))
+            error = await self._attempt(batch)
+            ending = [
+                proposal for proposal in batch if isinstance(proposal.command, ENDING) and not proposal.is_resolved
+            ]
+            if error is not None and error.code == "disk_full" and len(ending) < len(batch):
+                # What ends something still has room, and must not fail for the company that it came in.
+                error = await self._attempt(ending) or error
+            for proposal in batch:
+                if not proposal.is_resolved:
+                    assert error is not None
+                    proposal.resolve(_again(error))
+
+    async def _attempt(self, batch: list[Proposal]) -> StorageFailed | None:
+        try:
+            await self._commit(batch)
+        except StorageFailed as error:
+            if error.code != "disk_full" and self.failed is None:
+                self.failed = error
+                log.error("voter.storage_failed", reason=error.message, hint=error.hint)
+            return error
+        return None
 
     async def _commit(self, batch: list[Proposal]) -> None:
         if self.failed is not None:
@@ -157,7 +181,9 @@ class SoleVoter:
         # Cancellation must not leave it open whether the write that was begun is in the state (bounded by the disk;
         # a hung one is seen by the watchdog of the process).
         with trio.CancelScope(shield=True):
-            await self._store.append(entries)
+            await self._store.append(
+                entries, ends_something=all(isinstance(proposal.command, ENDING) for proposal, _ in answers)
+            )
         failpoint("voter.after_append")
         self.state.set(state)
         self._on_events(tuple(events))

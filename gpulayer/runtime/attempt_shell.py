@@ -41,8 +41,10 @@ from gpulayer.model.replica import Reason
 from gpulayer.runtime import cgroups, processes
 from gpulayer.runtime.environment import run_environment
 from gpulayer.runtime.found import (
+    START_HINTS,
     OnDisk,
     exit_of,
+    not_executed,
     number,
     run_id_from,
     run_id_of,
@@ -61,7 +63,10 @@ from gpulayer.runtime.shim_link import (
     ShimSilent,
     Spawner,
     SpawnFailed,
+    ask_to_listen,
+    end_with_tree,
     living_shim,
+    lock_holders,
 )
 from gpulayer.shim import log_format, log_writer, tree
 
@@ -90,14 +95,6 @@ RECONNECT_PAUSE_SECONDS = (0.05, 5.0)
 # What a dead shim left gets the job's stop signal, but nobody is there to read its output: no need for a long goodbye.
 SWEEP_GRACE_SECONDS_MAX = 3.0
 SWEEP_PAUSE_SECONDS = (0.2, 10.0)
-
-_START_HINTS = {
-    "bad_command": "check the words after -- and that the program is installed on this node",
-    "bad_workdir": "check --workdir on this node; without it the run starts in its sandbox",
-    "disk_full": "make room on the disk of the data directory",
-    "timeout": "raise --timeout if it needs longer",
-    "spawn_failed": "look at the node's limits (processes, memory, open files) and at its disk",
-}
 
 
 @dataclass(slots=True)
@@ -161,7 +158,8 @@ class AttemptShell:
         self._swept = trio.Event()
         """Clear while a dead shim's leftovers are being ended."""
         self._swept.set()
-        self._is_leaving = False
+        self._let_go: ShimLink | None = None
+        """The link that was ended because its shim is of no use any more."""
         self._before_adoption: list[Json] | None = None
         """What the shim of an attempt that is being found told since its hello; heard once the run is known."""
         self._unsaid: list[str] = []
@@ -222,12 +220,12 @@ class AttemptShell:
         except SpawnFailed as error:
             code = "disk_full" if error.code == "disk_full" else "spawn_failed"
             text = f"no supervisor could be made for it: {error}"
-            self._fail_start(effect.run, Reason(code=code, text=text, hint=_START_HINTS[code]))
+            self._fail_start(effect.run, Reason(code=code, text=text, hint=START_HINTS[code]))
             return
         except OSError as error:
             code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "spawn_failed"
-            text = f"its sandbox {self._directory} could not be made: {error.strerror or error}"
-            self._fail_start(effect.run, Reason(code=code, text=text, hint=_START_HINTS["disk_full"]))
+            text = f"it could not be prepared in {self._directory}: {error.strerror or error}"
+            self._fail_start(effect.run, Reason(code=code, text=text, hint=START_HINTS[code]))
             return
         run_id = run_id_of(self.id, effect.run, self._services.boot_id)
         self._run = _Run(number=effect.run, run_id=run_id, port=port)
@@ -308,7 +306,7 @@ class AttemptShell:
                 "stop", timeout_seconds=STOP_ANSWER_SECONDS_MAX, signal="KILL", grace_seconds=0, reason="start_hangs"
             )
         except (ShimGone, ShimSilent):
-            self._kill_shim(link.shim)
+            await self._kill_shim(link.shim)
 
     def _start_answered(self, run: _Run, reply: Json) -> None:
         """Called by the reader, so that nothing is told of the run before this."""
@@ -317,10 +315,10 @@ class AttemptShell:
             error = reply.get("error")
             error = error if isinstance(error, dict) else {}
             code = {"timed_out": "timeout"}.get(str(error.get("code")), str(error.get("code")))
-            code = code if code in _START_HINTS else "spawn_failed"
+            code = code if code in START_HINTS else "spawn_failed"
             text = str(error.get("message") or "the supervisor gave no reason")
             self._release_port(run)
-            self._fail_start(run.number, Reason(code=code, text=text, hint=_START_HINTS[code]))
+            self._fail_start(run.number, Reason(code=code, text=text, hint=START_HINTS[code]))
             if error.get("code") == "busy" and self._nursery is not None:
                 self._nursery.start_soon(self._end_unknown_run)
             return
@@ -369,6 +367,10 @@ class AttemptShell:
     async def _linked_shim(self, order: Order) -> ShimLink:
         """The link to its shim, which is made if there is none. OSError, SpawnFailed."""
         link = await self._living_link()
+        if link is not None and not await trio.to_thread.run_sync(self._is_in_place, link.shim):
+            self._log.warning("sandbox.removed", directory=str(self._directory), shim=link.shim.pid)
+            await self._quit(link)
+            link = await self._living_link()
         if link is None:
             await trio.to_thread.run_sync(self._make_sandbox, order)
             try:
@@ -377,8 +379,6 @@ class AttemptShell:
                 raise SpawnFailed("shim_failed", str(error)) from error
             link = self._link
             assert link is not None
-        else:
-            await trio.to_thread.run_sync(self._make_work)
         unsaid, self._unsaid = self._unsaid, []
         for text in unsaid:
             await self._note(text)
@@ -407,9 +407,16 @@ class AttemptShell:
         }
         services.sandboxes.make(self.id, self._content)
 
-    def _make_work(self) -> None:
-        # T32: someone may have removed it by hand.
-        self._services.sandboxes.work(self.id).mkdir(mode=0o700, exist_ok=True)
+    def _is_in_place(self, shim: ShimProcess) -> bool:
+        """T32: someone may have removed the sandbox by hand, or what the next daemon finds its shim by. Only `work` is
+        made again for the same shim."""
+        sandboxes = self._services.sandboxes
+        if living_shim(sandboxes.read_shim(self.id), self._services.boot_id) != shim:
+            return False
+        if not (self._directory / "shim.sock").exists():
+            return False
+        sandboxes.work(self.id).mkdir(mode=0o700, exist_ok=True)
+        return True
 
     async def _spawn(self) -> ShimProcess:
         for is_last in (False, True):
@@ -426,18 +433,29 @@ class AttemptShell:
                     raise
         raise AssertionError("not reached")
 
-    async def connect(self, shim: ShimProcess) -> Json:
-        """The hello of a shim found at the start. ShimGone: it is none of ours. ShimSilent: it does not answer yet."""
+    async def connect(self, shim: ShimProcess, *, is_certain: bool) -> Json:
+        """The hello of a shim found at the start. ShimGone: it is none of ours. ShimSilent: it does not answer yet.
+        `is_certain`: it is known for ours, so that its run is not to be touched just because we do not reach it."""
         await self._begun.wait()
         self._before_adoption = []
-        try:
-            return await self._connect_and_follow(shim, timeout_seconds=FIRST_HELLO_SECONDS_MAX)
-        except ShimGone as error:
-            # Not there, or not ours; or it is, and had no ear for us: then its run is not to be touched.
-            if self._shim is None or await self._has_died(shim):
-                self._before_adoption = None
-                raise
-            raise ShimSilent(str(error)) from error
+        deadline = trio.current_time() + FIRST_HELLO_SECONDS_MAX
+        while True:
+            try:
+                return await self._connect_and_follow(shim, timeout_seconds=FIRST_HELLO_SECONDS_MAX)
+            except ShimGone as error:
+                # Not there, or not ours; or it is, and had no ear for us.
+                if self._shim is None and is_certain and shim.is_alive():
+                    if trio.current_time() < deadline:
+                        ask_to_listen(shim)
+                        await trio.sleep(RECONNECT_PAUSE_SECONDS[0])
+                        continue
+                    self._shim, self._settled = shim, trio.Event()
+                    assert self._nursery is not None
+                    self._nursery.start_soon(self._reconnect, shim)
+                elif self._shim is None or await self._has_died(shim):
+                    self._before_adoption = None
+                    raise
+                raise ShimSilent(str(error)) from error
 
     async def _connect_and_follow(self, shim: ShimProcess, timeout_seconds: float = HELLO_SECONDS_MAX) -> Json:
         assert self._nursery is not None
@@ -461,7 +479,7 @@ class AttemptShell:
         with trio.move_on_after(UNREACHABLE_SECONDS_MAX):
             return await self._link_when_settled()
         if self._shim is not None:
-            self._kill_shim(self._shim)
+            await self._kill_shim(self._shim)
         return await self._link_when_settled()
 
     async def _link_when_settled(self) -> ShimLink | None:
@@ -474,7 +492,7 @@ class AttemptShell:
     async def _follow(self, link: ShimLink) -> None:
         """Reads a link to its end, and finds out what the end means."""
         await link.run()
-        if self._is_leaving:
+        if self._let_go is link:
             return
         self._link = None
         self._settled = trio.Event() if self._settled.is_set() else self._settled
@@ -499,6 +517,7 @@ class AttemptShell:
                 link = await ShimLink.connect(self._directory, shim, self._heard)
             except ShimGone as error:
                 self._log.warning("shim.not_connected", pid=shim.pid, error=str(error))
+                ask_to_listen(shim)
             else:
                 assert self._nursery is not None
                 async with trio.open_nursery() as nursery:
@@ -512,7 +531,7 @@ class AttemptShell:
                         self._log.info("shim.connected_again", pid=shim.pid, run=hello.get("last_run"))
                         self._link = link
                         self._settled.set()
-                if self._is_leaving:
+                if self._let_go is link:
                     return
                 if self._link is link:  # and its connection has ended again
                     self._link = None
@@ -522,12 +541,10 @@ class AttemptShell:
             pause = min(pause * 2, RECONNECT_PAUSE_SECONDS[1])
         await self._shim_died(shim)
 
-    def _kill_shim(self, shim: ShimProcess) -> None:
-        """Its tree is swept as after any death of a shim."""
-        stat = tree.process_stat(shim.pid)
-        if stat is not None and stat.start_time == shim.start_time:
-            self._log.warning("shim.killed", pid=shim.pid)
-            tree.signal_process(stat, signal.SIGKILL)
+    async def _kill_shim(self, shim: ShimProcess) -> None:
+        """What may be left of its tree is swept as after any death of a shim."""
+        self._log.warning("shim.killed", pid=shim.pid)
+        await trio.to_thread.run_sync(end_with_tree, shim, limiter=self._services.sweeps)
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
@@ -573,8 +590,8 @@ class AttemptShell:
             return
         last_exit = hello.get("last_exit")
         if hello.get("run") is None and isinstance(last_exit, dict):
-            if not run.is_started and last_exit.get("ended_by") == "spawn_failed":
-                self._start_answered(run, {"error": {"code": "spawn_failed", "message": last_exit.get("message")}})
+            if not run.is_started and not_executed(last_exit) is not None:
+                self._start_answered(run, {"error": {"code": last_exit.get("error"), **last_exit}})
                 return
             self._has_exited(run, last_exit)
             if hello.get("gone") is True:
@@ -595,11 +612,11 @@ class AttemptShell:
         records = await trio.to_thread.run_sync(self._services.sandboxes.runs, self.id)
         record = next((each for each in records if each.run == run.number), None)
         self._log.warning("shim.died", pid=shim.pid, run=run.number)
-        if not run.is_started and (record is None or (record.exit or {}).get("ended_by") == "spawn_failed"):
+        note = (record.exit or {}) if record is not None else {}
+        if not run.is_started and (record is None or not_executed(note) is not None):
             # No marker: nothing was executed.
-            message = (record.exit or {}).get("message") if record is not None else None
-            text = str(message or f"its supervisor (pid {shim.pid}) ended before it executed anything")
-            self._start_answered(run, {"error": {"code": "spawn_failed", "message": text}})
+            text = note.get("message") or f"its supervisor (pid {shim.pid}) ended before it executed anything"
+            self._start_answered(run, {"error": {"code": note.get("error"), "message": text}})
             return
         if record is not None:
             run.pid, run.start_time = record.marker.get("pid"), record.marker.get("start_time")
@@ -641,8 +658,7 @@ class AttemptShell:
         """Takes up what find_attempts() found: with the shim that was greeted, or, without one, leftovers to end."""
         await self._begun.wait()
         self._content = disk.content
-        cgroup = disk.content.get("cgroup")
-        self._cgroup = cgroup if isinstance(cgroup, str) else None
+        self._cgroup = disk.cgroup
         if found is None:
             self._hear_what_was_told()
             return
@@ -703,7 +719,7 @@ class AttemptShell:
                 reason=effect.why,
             )
         except ShimSilent:
-            self._kill_shim(link.shim)
+            await self._kill_shim(link.shim)
         except ShimGone:
             pass  # its follower sweeps
 
@@ -721,8 +737,10 @@ class AttemptShell:
         link = await self._living_link()
         if link is not None:
             await self._quit(link)
-        elif self._unsaid and self._directory.exists():
-            await trio.to_thread.run_sync(self._write_notes_without_shim)
+        else:
+            await trio.to_thread.run_sync(self._end_unlinked_shim)
+            if self._unsaid:
+                await trio.to_thread.run_sync(self._write_notes_without_shim)
         with trio.move_on_after(QUIT_SECONDS_MAX):
             await self._swept.wait()
         if self._run is not None:
@@ -737,7 +755,7 @@ class AttemptShell:
                 self._services.cgroup_base.remove_if_empty()
 
     async def _quit(self, link: ShimLink) -> None:
-        self._is_leaving = True
+        self._let_go = link
         try:
             with trio.move_on_after(QUIT_SECONDS_MAX):
                 while True:
@@ -751,18 +769,30 @@ class AttemptShell:
                     )
                     await trio.sleep(0.1)
         except ShimSilent:
-            self._kill_shim(link.shim)
+            await self._kill_shim(link.shim)
         except ShimGone:
             pass
-        if await self._has_died(link.shim):
-            self._shim = None
+        if not await self._has_died(link.shim):
+            await self._kill_shim(link.shim)
+        self._link = self._shim = None
         await link.close()
+
+    def _end_unlinked_shim(self) -> None:
+        """One that was made for a start, and then could not be connected to."""
+        if (self._directory / "shim.lock").exists():
+            for holder in lock_holders(self._services.sandboxes.root):
+                if holder.attempt == self.id:
+                    end_with_tree(holder.shim)
 
     def _write_notes_without_shim(self) -> None:
         """The last words about a run whose shim is dead go into its log all the same."""
         logs = self._services.sandboxes.logs(self.id)
-        logs.mkdir(mode=0o700, exist_ok=True)
-        logs_fd = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            logs.mkdir(mode=0o700, exist_ok=True)
+            logs_fd = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            self._log.warning("note.not_written", text=" / ".join(self._unsaid), error=str(error))
+            return
         try:
             writer = log_writer.LogWriter(logs_fd, **self._services.log)
             for text in self._unsaid:

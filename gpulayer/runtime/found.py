@@ -6,18 +6,19 @@ Files and answers may be of another version of the shim: what is missing or stra
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from gpulayer.core.replica.messages import (
     FoundRun,
     Order,
 )
 from gpulayer.model.ids import AttemptId
-from gpulayer.model.replica import Exit
+from gpulayer.model.replica import Exit, Reason
 from gpulayer.runtime.processes import Leftovers
 from gpulayer.runtime.shim_link import (
     ShimProcess,
@@ -26,6 +27,16 @@ from gpulayer.runtime.shim_link import (
 from gpulayer.shim import notes
 
 Json: TypeAlias = dict[str, Any]
+
+# What can keep a run from being executed, by code, and what to do about it.
+START_HINTS = {
+    "bad_command": "check the words after --, and that the program is on this node; a name without / is looked up in "
+    "the PATH of the job, which is the daemon's unless --env PATH=… gives another",
+    "bad_workdir": "check --workdir on this node; without it the run starts in its sandbox",
+    "disk_full": "make room on the disk of the data directory",
+    "timeout": "raise --timeout if it needs longer",
+    "spawn_failed": "look at the node's limits (processes, memory, open files) and at its disk",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,8 @@ class OnDisk:
     content: Json
     shim: ShimProcess | None
     """Living, if that process is indeed a shim (the link finds out)."""
+    is_certain: bool
+    """It is: it holds the sandbox's lock."""
     records: list[notes.RunRecord]
 
     def is_of_boot(self, this_boot: str) -> bool:
@@ -43,20 +56,24 @@ class OnDisk:
 
     def leftovers(self) -> Leftovers:
         last = self.records[-1]
-        cgroup = self.content.get("cgroup")
+        pid, start_time = last.marker.get("pid"), last.marker.get("start_time")
         return Leftovers(
             run_id=run_id_from(self.attempt, last.run, last.marker),
-            pid=last.marker.get("pid"),
-            start_time=last.marker.get("start_time"),
-            cgroup=cgroup if isinstance(cgroup, str) else None,
+            pid=pid if type(pid) is int else None,
+            start_time=start_time if type(start_time) is int else None,
+            cgroup=self.cgroup,
         )
 
-    def first_started_seconds_ago(self) -> float | None:
-        for record in self.records:
-            began = record.marker.get("attempt_started_boottime")
-            if isinstance(began, int | float) and record is self.records[-1]:
-                return max(_boottime() - float(began), 0.0)
-        return _seconds_ago(self.records[0].marker) if self.records else None
+    @property
+    def cgroup(self) -> str | None:
+        """Believed only if it is this attempt's: all that is in it will be ended."""
+        path = self.content.get("cgroup")
+        return path if isinstance(path, str) and path.endswith(f"/{self.attempt}") else None
+
+    def first_started_seconds_ago(self, this_boot: str) -> float | None:
+        """What the attempt's timeout counts from; as in the shim, within one boot."""
+        began = self.records[-1].marker.get("attempt_started_boottime") if self.is_of_boot(this_boot) else None
+        return max(_boottime() - began, 0.0) if _is_number(began) else None
 
 
 def run_id_of(attempt: AttemptId, run: int, boot: str) -> str:
@@ -71,17 +88,28 @@ def wants_port(order: Order) -> bool:
 
 def exit_of(run: int, note: Mapping[str, Any]) -> Exit:
     """An exit note, from the file or an event, of this or another version of the shim."""
-    code, signal_number = note.get("code"), note.get("signal")
+    code, signal_number, names = note.get("code"), note.get("signal"), note.get("left_names")
     return Exit(
         run=run,
-        code=code if isinstance(code, int) else None,
-        signal=signal_number if isinstance(signal_number, int) else None,
+        code=code if type(code) is int else None,
+        signal=signal_number if type(signal_number) is int else None,
         ended_by=str(note.get("ended_by", "itself")),
         ended_at_utc=number(note.get("ended_at_utc"), 0.0),
         uptime_seconds=number(note.get("uptime_seconds"), 0.0),
         left_background=int(number(note.get("left_background"), 0)),
-        left_names=tuple(str(name) for name in note.get("left_names") or ()),
+        left_names=tuple(str(name) for name in names) if isinstance(names, list) else (),
     )
+
+
+def not_executed(note: Mapping[str, Any]) -> Reason | None:
+    """Why a run was not executed, from its exit note; None if it was. The codes are those of the shim's answer to
+    `start`."""
+    if note.get("ended_by") != "spawn_failed":
+        return None
+    code = str(note.get("error"))
+    code = code if code in START_HINTS else "spawn_failed"
+    text = str(note.get("message") or "its command could not be executed")
+    return Reason(code=code, text=text, hint=START_HINTS[code])
 
 
 def found_run(disk: OnDisk, hello: Json | None, this_boot: str) -> FoundRun | None:
@@ -100,6 +128,7 @@ def found_run(disk: OnDisk, hello: Json | None, this_boot: str) -> FoundRun | No
         marker,
         alive=alive,
         exit=exit_of(number, last_exit) if not alive and isinstance(last_exit, dict) else None,
+        start_failure=not_executed(last_exit) if not alive and isinstance(last_exit, dict) else None,
         gone=hello.get("gone") is True and not alive,
         stopping=str(marker.get("stopping") or "") if alive else "",
     )
@@ -117,7 +146,8 @@ def found_dead_run(disk: OnDisk, this_boot: str, *, gone: bool) -> FoundRun | No
     else:
         ago = _seconds_ago(marker)
         exit = Exit(run=run, ended_by="supervisor_killed", ended_at_utc=time.time(), uptime_seconds=ago)
-    return _found(run, marker, alive=False, exit=exit, gone=gone, stopping="")
+    failure = not_executed(note) if note is not None else None
+    return _found(run, marker, alive=False, exit=exit, start_failure=failure, gone=gone, stopping="")
 
 
 def _found_from_marker(disk: OnDisk, *, alive_unless_noted: bool) -> FoundRun | None:
@@ -125,11 +155,20 @@ def _found_from_marker(disk: OnDisk, *, alive_unless_noted: bool) -> FoundRun | 
         return None
     run, marker, note = disk.records[-1]
     exit = exit_of(run, note) if note is not None else None
-    return _found(run, marker, alive=alive_unless_noted and exit is None, exit=exit, gone=False, stopping="")
+    failure = not_executed(note) if note is not None else None
+    alive = alive_unless_noted and exit is None
+    return _found(run, marker, alive=alive, exit=exit, start_failure=failure, gone=False, stopping="")
 
 
 def _found(
-    run: int, marker: Mapping[str, Any], *, alive: bool, exit: Exit | None, gone: bool, stopping: str
+    run: int,
+    marker: Mapping[str, Any],
+    *,
+    alive: bool,
+    exit: Exit | None,
+    start_failure: Reason | None,
+    gone: bool,
+    stopping: str,
 ) -> FoundRun:
     note = marker.get("note")
     counts = note if isinstance(note, dict) else {}
@@ -138,8 +177,8 @@ def _found(
     pid, port = marker.get("pid"), marker.get("port")
     return FoundRun(
         run=run,
-        pid=pid if isinstance(pid, int) else None,
-        port=port if isinstance(port, int) else None,
+        pid=pid if type(pid) is int else None,
+        port=port if type(port) is int and 0 < port < 65536 else None,
         started_at_utc=number(marker.get("started_at_utc"), 0.0),
         started_seconds_ago=_seconds_ago(marker),
         restarts=max(0, min(restarts, run - 1)),
@@ -147,6 +186,7 @@ def _found(
         restart_serial=int(number(marker.get("restart_serial"), 0)),
         alive=alive,
         exit=exit,
+        start_failure=start_failure,
         gone=gone,
         stopping=stopping,
     )
@@ -159,7 +199,7 @@ def run_id_from(attempt: AttemptId, run: int, marker: Mapping[str, Any]) -> str:
 def _seconds_ago(marker: Mapping[str, Any]) -> float:
     """By the clock that goes on while the host sleeps, where the run is of this boot; else by the calendar."""
     started = marker.get("started_boottime")
-    if isinstance(started, int | float) and marker.get("boot_id", boot_id()) == boot_id():
+    if _is_number(started) and marker.get("boot_id", boot_id()) == boot_id():
         return max(_boottime() - float(started), 0.0)
     return max(time.time() - number(marker.get("started_at_utc"), time.time()), 0.0)
 
@@ -169,7 +209,12 @@ def _boottime() -> float:
 
 
 def number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float(default)
+    return float(value) if _is_number(value) else float(default)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """One that can be reckoned with: JSON as Python reads it knows NaN, Infinity and integers without end."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 and math.isfinite(value)
 
 
 def signal_number(name: object) -> int:

@@ -3,9 +3,10 @@
 Called first by the composition root; everything else that a node keeps lies in the directory that `open_data_dir` hands
 out. Knows nothing of clusters, keys or the log.
 
-    node.json   which node this is, and which machine and directory it was made on
-    epoch       how many times a daemon has started here; durable before the first packet is sent (lifecycle.md §1)
-    lock        held as long as the daemon runs; contains its pid
+    node.json     which node this is, and which machine and directory it was made on
+    cluster.json  whose log lies in it
+    epoch         how many times a daemon has started here; durable before the first packet is sent (lifecycle.md §1)
+    lock          held as long as the daemon runs; contains its pid
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from gpulayer.model.ids import NodeId, node_id
 FORMAT = 1
 _FILE_BYTES_MAX = 64 * 1024
 _MACHINE_ID_PATHS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+# A daemon that has the lock writes its pid within microseconds, unless it is stopped just then.
+HOLDER_LOOKS, HOLDER_LOOK_SECONDS = 20, 0.01
 # What an earlier start may have left behind without having made a node: it is safe to begin anew beside these.
 _HARMLESS = ("lock", "epoch", "node.json")
 
@@ -120,10 +123,10 @@ def _locked(where: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        holder = _holder(fd)
         os.close(fd)
         raise Refused(
-            f"data directory {where} is in use by " + (f"pid {holder}" if holder.isdigit() else "another process"),
+            f"data directory {where} is in use by {holder}",
             hint="stop that daemon, or give this one its own directory with --data-dir",
             code="data_dir_in_use",
         ) from None
@@ -133,6 +136,17 @@ def _locked(where: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _holder(fd: int) -> str:
+    """Who has the lock, in words. What stands in the file may be of a daemon that is gone: the one that has just got
+    the lock writes its pid a moment later."""
+    for _ in range(HOLDER_LOOKS):
+        pid = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        if pid.isdigit() and os.path.exists(f"/proc/{pid}"):
+            return f"pid {pid}"
+        time.sleep(HOLDER_LOOK_SECONDS)
+    return "another process"
 
 
 def _opened(where: Path, lock_fd: int, warnings: tuple[str, ...], abandon_state: bool, machine: str) -> DataDir:
@@ -232,6 +246,28 @@ def _abandoned(where: Path) -> tuple[str, ...]:
     return (f"what was in data directory {where} was moved to {target}",)
 
 
+def check_cluster(data: DataDir, cluster_id: str) -> None:
+    """Whether the log that was found is the one that this directory had; called before anything is made of it.
+
+    A log that is gone looks like that of a new node: all jobs would be forgotten, their replicas ended as leftovers.
+    """
+    known = _read_json(data.path / "cluster.json") or {}
+    if known.get("cluster_id") not in (None, cluster_id):
+        found = f"that of cluster {cluster_id}" if cluster_id else "empty"
+        raise StorageFailed(
+            f"data directory {data.path} has lost its log: it was that of cluster {known['cluster_id']},"
+            f" the one that is there is {found}",
+            hint="restore the directory from a backup, or start as a new node with --abandon-state",
+        )
+
+
+def note_cluster(data: DataDir, cluster_id: str) -> None:
+    """Remember whose log this directory has, for check_cluster(). OSError if it cannot be written."""
+    path = data.path / "cluster.json"
+    if _read_json(path) is None:
+        atomic_write(path, json.dumps({"cluster_id": cluster_id}).encode() + b"\n")
+
+
 def _read_epoch(where: Path) -> int:
     path = where / "epoch"
     try:
@@ -250,7 +286,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(data[:_FILE_BYTES_MAX])
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         _damaged(path, str(exc))
     if not isinstance(record, dict):
         _damaged(path, "not an object")

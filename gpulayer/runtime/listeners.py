@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import structlog
 import trio
 
 from gpulayer.core.replica.messages import AttemptEvent, ListenerFound, ListenerMissing
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.replica import Endpoint, Reason
 from gpulayer.shim import tree
+
+log = structlog.get_logger()
 
 # P5: what is listed was verified at most a second ago.
 CHECK_INTERVAL_SECONDS = 1.0
@@ -71,7 +74,7 @@ class ListeningSocket:
 
 def listening() -> list[ListeningSocket]:
     """Every listening TCP socket of this network namespace; from sock_diag, else (an old kernel, a filter) from
-    /proc."""
+    /proc. OSError: it cannot be known now, e.g. for want of a descriptor."""
     try:
         return _listening_by_sock_diag()
     except OSError:
@@ -143,7 +146,7 @@ def _listening_by_proc() -> list[ListeningSocket]:
         try:
             with open(path) as table:
                 lines = table.readlines()[1:]
-        except OSError:
+        except FileNotFoundError:
             continue  # a kernel without IPv6
         for line in lines:
             words = line.split()
@@ -299,8 +302,8 @@ class ListenerChecks:
                     continue
                 is_round = now >= self._next_round
                 if is_round:
-                    self._next_round, self._last_round = now + CHECK_INTERVAL_SECONDS, now
-                self._check(
+                    self._next_round = now + CHECK_INTERVAL_SECONDS
+                has_looked = self._check(
                     [
                         watched
                         for watched in self._watched.values()
@@ -308,6 +311,8 @@ class ListenerChecks:
                     ],
                     nursery,
                 )
+                if is_round and has_looked:
+                    self._last_round = now
 
     def _due(self) -> float:
         if not self._watched:
@@ -315,22 +320,30 @@ class ListenerChecks:
         first_checks = [watched.first_checks[-1] for watched in self._watched.values() if watched.first_checks]
         return min([self._next_round, *first_checks])
 
-    def _check(self, due: list[_Watched], nursery: trio.Nursery) -> None:
-        """One dump for all. What needs a connect or a walk through /proc goes on beside the rounds, once per run."""
+    def _check(self, due: list[_Watched], nursery: trio.Nursery) -> bool:
+        """One dump for all; False if it could not be had. What needs a connect or a walk through /proc goes on beside
+        the rounds, once per run."""
         now = trio.current_time()
-        table = listening()
+        for watched in due:
+            while watched.first_checks and watched.first_checks[-1] <= now:
+                watched.first_checks.pop()
+        try:
+            table = listening()
+        except OSError as error:
+            # Nothing is known, so nothing is said; how old the last look is everyone can see.
+            log.warning("listeners.not_read", error=str(error))
+            return False
         by_port: dict[int, list[ListeningSocket]] = {}
         for each in table:
             by_port.setdefault(each.port, []).append(each)
         for watched in due:
-            while watched.first_checks and watched.first_checks[-1] <= now:
-                watched.first_checks.pop()
             candidates = accepting(by_port.get(watched.port, ()), self._advertise)
             # The same inode is the same socket, and whoever holds it got it from the tree that made it.
             is_known = watched.found_inode and any(each.inode == watched.found_inode for each in candidates)
             if not is_known and not watched.is_settling:
                 watched.is_settling = True
                 nursery.start_soon(self._settle, watched, candidates, table)
+        return True
 
     async def _settle(self, watched: _Watched, candidates: list[ListeningSocket], table: list[ListeningSocket]) -> None:
         try:

@@ -25,6 +25,9 @@ FORMAT = 1
 APPLICATION_ID = 0x67706C4C
 # The write-ahead log is copied into the database in idle moments, and at the latest when it has grown to this.
 WAL_BYTES_MAX = 64 * 1024 * 1024
+# A transaction that ends things is some pages in the write-ahead log; this much for it, and the rest of the reserve for
+# those that follow.
+ENDING_BYTES = 1024 * 1024
 # Locks and syncs of these do not hold what Raft needs of them. 9p and other FUSE file systems are mostly local.
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs")
 
@@ -98,6 +101,8 @@ class Write:
     truncate_from: int | None = None
     snapshot: tuple[int, int, bytes] | None = None
     keep_entries: int = 0
+    ends_something: bool = False
+    """Its entries stop, end or forget: they are taken while the disk is low, out of the reserve."""
 
     @property
     def payload_bytes(self) -> int:
@@ -249,7 +254,7 @@ class LogFile:
         answers: list[StorageFailed | ValueError | None] = []
         accepted: list[tuple[Write, _Ends]] = []
         for write in batch:
-            if self.disk_low and write.entries:
+            if self.disk_low and write.entries and not (write.ends_something and self._has_room_to_end()):
                 answers.append(self._disk_full())
                 continue
             try:
@@ -353,15 +358,20 @@ class LogFile:
         self.wants_checkpoint = False
 
     def _look_at_disk(self) -> None:
-        """Is there room for entries? The reserve is let go when there is little, taken again when there is plenty."""
+        """Is there room for new work? The reserve is taken again when there is plenty."""
         free = self._free_bytes()
-        if free < self._disk_free_min_bytes:
-            with suppress(FileNotFoundError):
-                self._reserve.unlink()
-                free = self._free_bytes()
-        elif self._reserve_bytes and free > 2 * self._disk_free_min_bytes + self._reserve_bytes:
+        if self._reserve_bytes and free > 2 * self._disk_free_min_bytes + self._reserve_bytes:
             self._take_reserve()
         self.disk_low = free < self._disk_free_min_bytes
+
+    def _has_room_to_end(self) -> bool:
+        """Is there room to stop and end what runs? Else who fills the disk could not be stopped. The reserve is let go
+        for it, and not before."""
+        if self._free_bytes() >= ENDING_BYTES:
+            return True
+        with suppress(FileNotFoundError):
+            self._reserve.unlink()
+        return self._free_bytes() >= ENDING_BYTES
 
     def _take_reserve(self) -> None:
         with suppress(FileExistsError):

@@ -85,7 +85,7 @@ class LogStore:
         self.failed: StorageFailed | None = None
         """The first failure, once there was one. Nothing is written after it."""
         self.disk_low = False
-        """Less is free than `disk_free_min_bytes`: new entries are refused, nothing else."""
+        """Less is free than `disk_free_min_bytes`: entries are refused, but for those that end something."""
         self._token = token
         self._file = LogFile(path, node_id, reserve_bytes, disk_free_min_bytes)
         self._queue: deque[_Waiting] = deque()
@@ -114,15 +114,20 @@ class LogStore:
         *,
         hard_state: HardState | None = None,
         truncate_from: int | None = None,
+        ends_something: bool = False,
     ) -> None:
         """Entries `truncate_from` and later go, `entries` follow the last one left, the hard state is replaced: all
         of it durable on return, or none. Cancelled, it may still happen.
+
+        `ends_something`: they are written while the disk is low too, out of the reserve.
 
         StorageFailed with code `disk_full`: nothing was written and the store goes on; any other: see `failed`.
         ValueError: it would break the log (a gap, a term or vote that changes back); nothing was written.
         """
         await self._wait_for(
-            lambda done: self.append_soon(entries, hard_state=hard_state, truncate_from=truncate_from, done=done)
+            lambda done: self.append_soon(
+                entries, hard_state=hard_state, truncate_from=truncate_from, ends_something=ends_something, done=done
+            )
         )
 
     def append_soon(
@@ -131,11 +136,18 @@ class LogStore:
         *,
         hard_state: HardState | None = None,
         truncate_from: int | None = None,
+        ends_something: bool = False,
         done: Done,
     ) -> None:
         """Like `append`, for callers that may not wait: `done` is called in the trio thread with None or the error.
         Writes happen, and are answered, in the order in which they were asked for."""
-        self._put(Write(entries=tuple(entries), hard_state=hard_state, truncate_from=truncate_from), done)
+        write = Write(
+            entries=tuple(entries),
+            hard_state=hard_state,
+            truncate_from=truncate_from,
+            ends_something=ends_something,
+        )
+        self._put(write, done)
 
     async def save_snapshot(self, index: int, term: int, blob: bytes, *, keep_entries: int = 10_000) -> None:
         """Replace the snapshot, and drop entries up to `index - keep_entries`. Durable on return, or the old one stays.

@@ -10,7 +10,10 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from gpulayer.model.ids import AttemptId
+from gpulayer.runtime.sandboxes import attempt_id
 from gpulayer.shim import tree
 
 RUN_ID = "GPULAYER_RUN_ID"
@@ -83,13 +86,36 @@ def end(left: Leftovers, *, signal_number: int, grace_seconds: float) -> list[tr
     return tree.kill_all(lambda: find(left), cgroup=left.cgroup, timeout_seconds=KILL_SECONDS_MAX)
 
 
+def runs_below(sandboxes: Path) -> dict[AttemptId, int]:
+    """The attempts of these sandboxes of which processes are there, as their environment says, and the newest run."""
+    found: dict[AttemptId, int] = {}
+    for stat in tree.all_processes():
+        attempt = attempt_of(stat.pid, sandboxes) if not stat.is_zombie else None
+        if attempt is not None:
+            run = _run_id(stat.pid).removeprefix(f"{attempt}.").partition("-")[0]
+            found[attempt] = max(found.get(attempt, 1), int(run) if run.isascii() and run.isdigit() else 1)
+    return found
+
+
+def attempt_of(pid: int, sandboxes: Path) -> AttemptId | None:
+    """Whose process it is, by the sandbox named in its environment."""
+    named = _variable(pid, b"GPULAYER_SANDBOX=")
+    attempt = attempt_id(os.path.basename(named))
+    # The same directory by another path, after the daemon was started with another spelling of it, is the same.
+    is_here = attempt is not None and os.path.realpath(os.path.dirname(named)) == os.path.realpath(sandboxes)
+    return attempt if is_here else None
+
+
 def _run_id(pid: int) -> str:
+    return _variable(pid, _ENVIRON_PREFIX)
+
+
+def _variable(pid: int, assignment: bytes) -> str:
+    """The value of a variable in the environment that a process was executed with; empty if it has none."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            environment = file.read()
+            environment = b"\0" + file.read()
     except OSError:
         return ""
-    at = 0 if environment.startswith(_ENVIRON_PREFIX) else environment.find(b"\0" + _ENVIRON_PREFIX) + 1
-    if at == 0 and not environment.startswith(_ENVIRON_PREFIX):
-        return ""
-    return environment[at + len(_ENVIRON_PREFIX) :].partition(b"\0")[0].decode("utf-8", "replace")
+    _, found, value = environment.partition(b"\0" + assignment)
+    return os.fsdecode(value.partition(b"\0")[0]) if found else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Iterator
@@ -401,9 +402,11 @@ def ended_text(run: int, note: dict[str, Any]) -> str:
         text += f" after {uptime:.1f} s"
     if isinstance(ended_by, str) and ended_by not in ("", "itself"):
         text += f" ({ended_by.removeprefix('stop:').replace('_', ' ')})"
-    if note.get("left_background"):
+    elif note.get("left_background"):
         names = ", ".join(map(str, note.get("left_names", [])))
-        text += f"; {note['left_background']} processes were left in the background ({names})"
+        left = note["left_background"]
+        processes = "1 process was" if left == 1 else f"{left} processes were"
+        text += f"; {processes} left in the background{f' ({names})' if names else ''}"
     return text
 
 
@@ -419,7 +422,9 @@ def _how_it_ended(note: dict[str, Any]) -> str:
 
 
 def _started_text(run: int, marker: dict[str, Any]) -> str:
-    details = [str(marker["cause"])] if marker.get("cause") else []
+    # Of `exit code 3 after 0.1 s; restart 2` the beginning stands in the line about the run before.
+    restart = re.search(r"; (restart \d+( of \d+)?)$", str(marker.get("cause", "")))
+    details = [restart[1] if restart else str(marker["cause"])] if marker.get("cause") else []
     if marker.get("port") is not None:
         details.append(f"port {marker['port']}")
     return f"run {run} started" + (f" ({', '.join(details)})" if details else "")

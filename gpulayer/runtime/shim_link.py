@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -22,7 +23,10 @@ import structlog
 import trio
 
 import gpulayer
+from gpulayer.model.ids import AttemptId
+from gpulayer.runtime.sandboxes import attempt_id
 from gpulayer.shim import tree
+from gpulayer.shim.shim import LISTEN_AGAIN
 
 Json: TypeAlias = dict[str, Any]
 
@@ -64,7 +68,10 @@ class ShimProcess:
 
     def is_alive(self) -> bool:
         stat = tree.process_stat(self.pid)
-        return stat is not None and stat.start_time == self.start_time and not stat.is_zombie
+        if stat is None:
+            # Not to be read does not mean dead: we may be out of descriptors. (A look at the path takes none.)
+            return os.path.exists(f"/proc/{self.pid}")
+        return stat.start_time == self.start_time and not stat.is_zombie
 
 
 def boot_id() -> str:
@@ -81,6 +88,61 @@ def living_shim(shim_json: Mapping[str, Any] | None, this_boot: str) -> ShimProc
         return None
     shim = ShimProcess(pid, start_time)
     return shim if shim.is_alive() else None
+
+
+@dataclass(frozen=True, slots=True)
+class LockHolder:
+    """A living shim, known by the lock that it holds, whatever became of its files."""
+
+    attempt: AttemptId
+    shim: ShimProcess
+    is_in_place: bool
+    """Its sandbox is where it was, so it can be reached, or asked to listen again."""
+
+
+def lock_holders(sandboxes: Path) -> list[LockHolder]:
+    """Every shim that holds the shim.lock of a sandbox here. The name only spares the look at everyone's descriptors;
+    the lock is the proof: no run inherits it."""
+    prefix = f"{os.path.realpath(sandboxes)}/"
+    found: dict[int, LockHolder] = {}
+    parents: dict[int, int] = {}
+    for stat in tree.all_processes():
+        if stat.comm != "gpulayer-shim" or stat.is_zombie:
+            continue
+        for target in _open_files(stat.pid):
+            name, _, file = target.removeprefix(prefix).partition("/")
+            attempt = attempt_id(name) if target.startswith(prefix) else None
+            if attempt is not None and file in ("shim.lock", "shim.lock (deleted)"):
+                shim = ShimProcess(stat.pid, stat.start_time)
+                found[stat.pid] = LockHolder(attempt, shim, is_in_place=file == "shim.lock")
+                parents[stat.pid] = stat.ppid
+    return [holder for pid, holder in found.items() if parents[pid] not in found]  # a run that is about to be executed
+
+
+def _open_files(pid: int) -> list[str]:
+    targets = []
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            targets.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    except OSError:
+        pass  # it has ended, or is another user's
+    return targets
+
+
+def ask_to_listen(shim: ShimProcess) -> None:
+    """Its socket or shim.json was removed by hand: it makes them anew."""
+    stat = tree.process_stat(shim.pid)
+    if stat is not None and stat.start_time == shim.start_time:
+        tree.signal_process(stat, LISTEN_AGAIN)
+
+
+def end_with_tree(shim: ShimProcess) -> None:
+    """Kills a shim that is of no use any more, its tree first: as long as it lives all of that hangs below it, also
+    what has no environment to be found by. Blocks."""
+    stat = tree.process_stat(shim.pid)
+    if stat is not None and stat.start_time == shim.start_time:
+        tree.kill_all(lambda: tree.descendants(shim.pid))
+        tree.signal_process(stat, signal.SIGKILL)
 
 
 class ShimLink:
@@ -104,7 +166,11 @@ class ShimLink:
             directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ShimGone(f"{directory}: {error.strerror}") from error
-        connection = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            os.close(directory_fd)
+            raise ShimGone(f"{directory}: {error.strerror}") from error
         try:
             with trio.fail_after(HELLO_SECONDS_MAX):
                 # A socket's path has 107 bytes at most, and a data directory may have more.
@@ -261,7 +327,9 @@ class Spawner:
                 raise ConnectionResetError("it ended")
             decoded = json.loads(answer)
         except (OSError, ValueError, trio.TooSlowError) as error:
-            self.close()
+            if self._process is not None:
+                self._process.kill()  # it may be stopped; a shim that it was making ends when nobody hears of it
+            await self.aclose()
             raise SpawnFailed("spawner_died", f"the spawner did not answer: {error or 'too slow'}") from error
         except trio.Cancelled:
             self.close()  # its answer would be taken for that of the next request

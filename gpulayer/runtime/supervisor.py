@@ -120,7 +120,6 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(self._services.checks.run)
                 nursery.start_soon(self._keep_house)
-                nursery.start_soon(self._hurry_at_the_end)
                 task_status.started()
         finally:
             self._nursery = None
@@ -290,7 +289,7 @@ class Supervisor:
             self._forgotten.unpark_all()
 
     async def wait_for_nothing(self) -> None:
-        """Return when no attempt is left here: each was discarded, and its shim has been let go. The caller bounds it."""
+        """Until no attempt is left here: each was discarded, and its shim has been let go. The caller bounds it."""
         while self._attempts:
             await self._forgotten.park()
 
@@ -308,13 +307,6 @@ class Supervisor:
         else:
             self._cgroups_unavailable = prepared.reason
             log.info("cgroups.unavailable", reason=prepared.reason)
-
-    async def _hurry_at_the_end(self) -> None:
-        try:
-            await trio.sleep_forever()
-        finally:
-            for attempt in self._attempts.values():
-                attempt.hurry()
 
     async def _keep_house(self) -> None:
         """Sandboxes that have been kept long enough go (lifecycle.md §9)."""

@@ -53,6 +53,12 @@ class Channel:
         self._connections: dict[int, Connection] = {}
         epoll.register(listener.fileno(), select.EPOLLIN)
 
+    def listen_on(self, listener: socket.socket) -> None:
+        """From now on, instead of the listener that nobody can find any more; connections stay."""
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+        self._listener.close()  # which takes it out of epoll, too
+        self._listener = listener
+
     def owns(self, fd: int) -> bool:
         return fd in self._connections or fd == self._listener.fileno()
 

@@ -29,7 +29,7 @@ class LogWriter:
     """At most `keep` segments of at most `max_bytes`, the one being written included. `logs_fd`: the directory's."""
 
     def __init__(self, logs_fd: int, *, max_bytes: int, keep: int) -> None:
-        self._logs_fd = logs_fd
+        self.logs_fd = logs_fd
         self._max_bytes = max(max_bytes, MAX_BYTES_LEAST)
         self._keep = max(keep, 1)
         self._segment_fd = -1
@@ -66,6 +66,12 @@ class LogWriter:
         if not has_room and not self._open_next():
             return
         self._append(kind, log_format.NO_STREAM, run, time.time_ns(), payload)
+
+    def move_to(self, logs_fd: int) -> None:
+        """Another directory, since the one before was removed by hand: goes on with the next segment in it."""
+        self._leave_segment()
+        os.close(self.logs_fd)
+        self.logs_fd = logs_fd
 
     def close(self) -> None:
         if self._segment_fd >= 0:
@@ -110,18 +116,18 @@ class LogWriter:
         fd = -1
         try:
             # The oldest goes before the next one grows: the bound holds at every moment.
-            for old in log_format.segment_numbers(self._logs_fd)[: -(self._keep - 1) or None]:
-                os.unlink(log_format.segment_name(old), dir_fd=self._logs_fd)
+            for old in log_format.segment_numbers(self.logs_fd)[: -(self._keep - 1) or None]:
+                os.unlink(log_format.segment_name(old), dir_fd=self.logs_fd)
             header = log_format.pack_segment_header(self._offset, time.time_ns())
             name = log_format.segment_name(number)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            fd = os.open(name, flags, 0o600, dir_fd=self._logs_fd)
+            fd = os.open(name, flags, 0o600, dir_fd=self.logs_fd)
             if os.write(fd, header) != len(header):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-                _unlink(log_format.segment_name(number), self._logs_fd)
+                _unlink(log_format.segment_name(number), self.logs_fd)
             self._refused(os.strerror(error.errno or 0))
             return False
         self._number, self._segment_fd, self._segment_bytes = number, fd, len(header)

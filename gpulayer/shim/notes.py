@@ -104,8 +104,8 @@ def _half(content: Json) -> bytes:
 def _parse(half: bytes) -> Json | None:
     try:
         content = json.loads(half)
-    except ValueError:
-        return None  # zeros, or torn by a power failure: as good as not written
+    except (ValueError, RecursionError):
+        return None  # zeros, or torn by a power failure, or not ours: as good as not written
     return content if isinstance(content, dict) else None
 
 

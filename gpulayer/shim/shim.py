@@ -32,6 +32,8 @@ from gpulayer.shim.requests import BadAttempt, BadRequest
 Json: TypeAlias = dict[str, Any]
 
 PROTOCOL = 1
+# "Make your socket anew." Ignored by default, so an older shim takes no harm.
+LISTEN_AGAIN = signal.SIGURG
 # One read of a pipe takes all that is in it. 256 KiB is a quarter of what a user may ask for without privileges
 # (pipe-max-size), so that the pipes of dozens of replicas still fit below that user's limit (pipe-user-pages-soft).
 PIPE_BYTES = 256 * 1024
@@ -46,6 +48,8 @@ UNKILLABLE_AFTER_SECONDS = 5.0
 UNKILLABLE_AGAIN_SECONDS = 30.0
 LEFT_NAMES_MAX = 5
 CAUSE_CHARACTERS_MAX = 200
+# Of which each may take twelve bytes in JSON, and all of an exit note must fit into its half (notes.HALF_BYTES).
+MESSAGE_CHARACTERS_MAX = 250
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _TIMERFD_ABSOLUTE = 1
@@ -80,17 +84,15 @@ class Run:
 def serve(directory: str, ready_fd: int, *, version: str, nofile: tuple[int, int] | None) -> None:
     """The life of a shim, in a fresh process. Says on ready_fd, in one JSON object, that it listens or why it does
     not."""
+    lock_fd = -1
     try:
-        shim = Shim(directory, version=version, nofile=nofile)
-    except AlreadyRunning as error:
-        _say(ready_fd, failure("already_running", str(error)))
-        return
-    except BadAttempt as error:
-        _say(ready_fd, failure("bad_attempt", str(error)))
-        return
-    except OSError as error:
-        code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "shim_failed"
-        _say(ready_fd, failure(code, f"cannot set up the shim in {directory}: {error}", error.errno))
+        directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock_fd = _lock(directory_fd)
+        shim = Shim(directory, directory_fd, lock_fd, version=version, nofile=nofile)
+    except (AlreadyRunning, BadAttempt, OSError) as error:
+        if lock_fd >= 0:
+            os.close(lock_fd)  # before the answer: whoever has it may try again
+        _say(ready_fd, _why_not(error, directory))
         return
     if not _say(ready_fd, {"ok": True, "pid": os.getpid(), "start_time": shim.start_time}):
         shim.leave()  # nobody waits for us any more, and nothing has been started
@@ -100,11 +102,13 @@ def serve(directory: str, ready_fd: int, *, version: str, nofile: tuple[int, int
 
 
 class Shim:
-    def __init__(self, directory: str, *, version: str, nofile: tuple[int, int] | None) -> None:
+    def __init__(
+        self, directory: str, directory_fd: int, lock_fd: int, *, version: str, nofile: tuple[int, int] | None
+    ) -> None:
         self._version = version
         self._pid = os.getpid()
-        self._directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._lock_fd = self._lock()
+        self._directory_fd = directory_fd
+        self._lock_fd = lock_fd
         self._attempt = requests.read_attempt(self._directory_fd, directory)
         self._nofile = self._attempt.nofile or nofile
         self._runs_fd = self._open_directory("runs")
@@ -218,7 +222,18 @@ class Shim:
                 "shim_terminated", self._attempt.stop_signal, self._attempt.stop_grace_seconds, "shim_terminated"
             )
             self._leaving = self._is_tree_gone()
+        if LISTEN_AGAIN in numbers:
+            self._listen_again()
         return signal.SIGCHLD in numbers
+
+    def _listen_again(self) -> None:
+        """The daemon knows that we live and does not reach us: someone removed the socket or shim.json by hand."""
+        try:
+            if not os.path.exists(f"/proc/self/fd/{self._directory_fd}/{SOCKET_NAME}"):
+                self._channel.listen_on(listen(self._directory_fd))
+            self._publish()
+        except OSError:
+            pass  # a full disk, or the sandbox is gone too: we shall be asked again
 
     # Requests
 
@@ -295,6 +310,7 @@ class Shim:
         if _is_over(self._lease_until_boottime):
             return failure("lease_expired", "no current orders: the lease is over, and has not been renewed")
         try:
+            self._make_directories_again()
             run = self._mark(number, request)
         except ValueError as error:
             return failure("bad_request", str(error))
@@ -328,11 +344,27 @@ class Shim:
         notes.prune(self._runs_fd, keep=notes.RUNS_KEPT - 1)
         return Run(number, marker, notes.create(self._runs_fd, number, marker))
 
+    def _make_directories_again(self) -> None:
+        """Someone may have removed them by hand. OSError: the sandbox itself is gone."""
+        if not self._is_in_place("runs", self._runs_fd):
+            os.close(self._runs_fd)
+            self._runs_fd = self._open_directory("runs")
+        if not self._is_in_place("logs", self._log.logs_fd):
+            self._log.move_to(self._open_directory("logs"))
+
+    def _is_in_place(self, name: str, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(name, dir_fd=self._directory_fd), os.fstat(fd))
+        except FileNotFoundError:
+            return False
+
     def _execute(self, run: Run, command: launch.Command) -> Json | None:
         pipes: list[int] = []
         try:
             stdout_read, stdout_write = _pipe(pipes)
             stderr_read, stderr_write = _pipe(pipes)
+            if self._attempt.cgroup is not None:
+                tree.renew_cgroup(self._attempt.cgroup)
             launched = launch.launch(
                 command,
                 stdout_fd=stdout_write,
@@ -344,7 +376,7 @@ class Shim:
             for fd in pipes:
                 os.close(fd)
             message = f"cannot start {command.argv[0]!r}: {error.strerror}"
-            self._not_executed(run, message)
+            self._not_executed(run, "spawn_failed", message)
             return failure("spawn_failed", message, error.errno)
         os.close(stdout_write)
         os.close(stderr_write)
@@ -380,7 +412,7 @@ class Shim:
             answer = failure(code, message, report.failed_errno)
             if not run.has_exited:
                 os.waitpid(run.pid, 0)  # it exits right after it has said so
-            self._not_executed(run, message)
+            self._not_executed(run, code, message)
         else:
             answer = {"ok": True, "pid": run.pid, "start_time": run.start_time}
         if report.cgroup_errno:
@@ -388,14 +420,14 @@ class Shim:
         self._channel.reply(*run.asked_by, answer)
         run.command = run.asked_by = None
 
-    def _not_executed(self, run: Run, message: str) -> None:
+    def _not_executed(self, run: Run, code: str, message: str) -> None:
         """Noted like an exit, so that nobody takes the marker for a run that was interrupted."""
         if run.marker["attempt_started_boottime"] == run.marker["started_boottime"]:
             self._attempt_started_boottime = run.marker["attempt_started_boottime"] = None
             self._amend(run)
             self._set_timer()
         run.ended_by = "spawn_failed"
-        self._note_exit(run, code=None, signal_number=None, core_dumped=False, left=[], message=message)
+        self._note_exit(run, code=None, signal_number=None, core_dumped=False, left=[], not_executed=(code, message))
         self._close_run(run)
         self._settle()
 
@@ -523,7 +555,7 @@ class Shim:
         signal_number: int | None,
         core_dumped: bool,
         left: list[tree.ProcessStat],
-        message: str | None = None,
+        not_executed: tuple[str, str] | None = None,
     ) -> None:
         note = {
             "run": run.number,
@@ -536,8 +568,8 @@ class Shim:
             "left_names": [stat.comm for stat in left[:LEFT_NAMES_MAX]],
             "core_dumped": core_dumped,
         }
-        if message is not None:
-            note["message"] = message[:1000]
+        if not_executed is not None:
+            note["error"], note["message"] = not_executed[0], not_executed[1][:MESSAGE_CHARACTERS_MAX]
         self._log.note(log_format.RUN_ENDED, run.number, json.dumps(note))
         try:
             notes.write_exit(run.note_fd, note)
@@ -675,14 +707,6 @@ class Shim:
 
     # Set-up
 
-    def _lock(self) -> int:
-        lock_fd = os.open("shim.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AlreadyRunning("a shim is already running in this directory") from None
-        return lock_fd
-
     def _open_directory(self, name: str) -> int:
         try:
             os.mkdir(name, 0o700, dir_fd=self._directory_fd)
@@ -719,7 +743,7 @@ class Shim:
 
     def _watch_signals(self) -> None:
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in launch.HANDLED:
             signal.signal(number, _noted_by_the_wakeup_pipe)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
@@ -728,6 +752,24 @@ class Shim:
             notes.amend_marker(run.note_fd, run.marker)
         except OSError:
             pass  # the marker itself is safe; the pid is a convenience
+
+
+def _lock(directory_fd: int) -> int:
+    lock_fd = os.open("shim.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise AlreadyRunning("a shim is already running in this directory") from None
+    return lock_fd
+
+
+def _why_not(error: Exception, directory: str) -> Json:
+    if isinstance(error, AlreadyRunning):
+        return failure("already_running", str(error))
+    if isinstance(error, OSError):
+        code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "shim_failed"
+        return failure(code, f"cannot set up the shim in {directory}: {error}", error.errno)
+    return failure("bad_attempt", str(error))
 
 
 def _shown(stat: tree.ProcessStat) -> Json:

@@ -53,12 +53,19 @@ def serve(fd: int, *, version: str) -> None:
             message = daemon.recv(REQUEST_BYTES_MAX)
         except ConnectionError:
             return
-        if not message:
+        if not message or _is_closed(daemon):
             return
         try:
             daemon.send(json.dumps(_answer(message, version)).encode())
         except OSError:
             return  # the daemon is gone; its successor finds the shim by its directory
+
+
+def _is_closed(daemon: socket.socket) -> bool:
+    """Nobody waits for an answer any more: we were stopped, and a shim made now would be nobody's."""
+    poll = select.poll()
+    poll.register(daemon, 0)
+    return bool(poll.poll(0))
 
 
 def _answer(message: bytes, version: str) -> Json:
@@ -168,6 +175,8 @@ def _leave_terminal() -> None:
     """Ctrl-C at a daemon in the foreground is for the daemon; and 0, 1 and 2 are occupied, whatever we were given."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
+    # Whoever started the daemon may have ignored it, and then there would be no child to wait for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for fd in range(3):
         try:

@@ -38,6 +38,7 @@ def parse_stat(raw: bytes) -> ProcessStat:
     """A line of /proc/<pid>/stat. The name stands in parentheses and may itself hold any byte, parentheses too."""
     name_start, name_end = raw.index(b"("), raw.rindex(b")")
     fields = raw[name_end + 1 :].split()
+    comm = raw[name_start + 1 : name_end].decode("utf-8", "replace")
     return ProcessStat(
         pid=int(raw[:name_start]),
         ppid=int(fields[1]),
@@ -45,7 +46,8 @@ def parse_stat(raw: bytes) -> ProcessStat:
         session=int(fields[3]),
         state=fields[0].decode("ascii"),
         start_time=int(fields[19]),
-        comm=raw[name_start + 1 : name_end].decode("utf-8", "replace"),
+        # It stands in reasons and log lines, which are one line each.
+        comm=comm if comm.isprintable() else "".join(each if each.isprintable() else "?" for each in comm),
     )
 
 
@@ -127,6 +129,16 @@ def remove_cgroup(path: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def renew_cgroup(path: str) -> None:
+    """The same cgroup, if it is empty, without its past: since Linux 6.14 what is born in one that was ever killed
+    is killed as well (its kill_seq is compared with that of the parent's cgroup)."""
+    if remove_cgroup(path):
+        try:
+            os.makedirs(path, 0o755, exist_ok=True)  # its parent may have gone meanwhile, as an empty one
+        except OSError:
+            pass  # the run will say that it has none
 
 
 def processes_with_env(key: str, value: str) -> list[ProcessStat]:

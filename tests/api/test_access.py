@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import stat
@@ -74,6 +75,23 @@ def test_a_revoked_token_is_of_no_use_any_more(daemon: Daemon) -> None:
     assert daemon.ask("DELETE", f"/v1/tokens/{mine['id']}").status == 204
     assert daemon.ask("GET", "/v1/status", role="", headers=bearer).status == 401
     assert daemon.ask("DELETE", f"/v1/tokens/{mine['id']}").status == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/events?follow=1", "/v1/jobs/{job}/logs?follow=1", "/v1/jobs/{job}/watch"])
+def test_a_revoked_token_gets_nothing_more_from_a_stream_that_it_began(daemon: Daemon, path: str) -> None:
+    job = daemon.submit("sh", "-c", "echo hello; exec sleep 60")
+    made = daemon.ask("POST", "/v1/tokens", {"role": "read"}).json
+    connection = daemon.connect("")
+    headers = {"Authorization": f"Bearer {made['token']}"}
+    connection.request("GET", path.format(job=job), headers=headers)
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.readline()
+    assert daemon.ask("DELETE", f"/v1/tokens/{made['id']}").status == 204
+    with pytest.raises(http.client.IncompleteRead):  # cut, not ended: there is more, for others
+        response.read()
+    assert daemon.ask("GET", path.format(job=job), role="", headers=headers).status == 401
+    assert daemon.ask("POST", f"/v1/jobs/{job}/cancel").status == 202
 
 
 def test_a_name_that_is_not_ours_is_refused_over_tcp(daemon: Daemon) -> None:

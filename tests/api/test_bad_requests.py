@@ -195,3 +195,21 @@ def test_many_connections_that_say_nothing_do_not_keep_others_out(daemon: Daemon
     while daemon.ask("GET", "/healthz", role="").status != 200:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_whole_url_as_the_target_is_taken(daemon: Daemon) -> None:
+    """As RFC 9112 §3.2.2 has it; clients that know of a proxy send it."""
+    for target in ("http://localhost/healthz", "HTTP://localhost:1/healthz"):
+        request = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        assert daemon.raw(request.encode()).startswith(b"HTTP/1.1 200")
+    request = "GET http://localhost/v1/jobs HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    assert daemon.raw(request.encode()).startswith(b"HTTP/1.1 401")
+
+
+def test_two_idempotency_keys_are_refused(daemon: Daemon) -> None:
+    body = json.dumps(GOOD).encode()
+    head = "POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    request = f"{head}Idempotency-Key: a\r\nIdempotency-Key: b\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    answered = daemon.raw(request, unix=True)
+    assert answered.startswith(b"HTTP/1.1 400")
+    assert b"twice" in answered

@@ -137,6 +137,35 @@ def test_a_restart_is_a_new_run_of_the_named_replica_alone(daemon: Daemon) -> No
     assert daemon.ask("POST", "/v1/jobs/again/restart", {"replicas": ["0"]}).status == 400
 
 
+def test_a_batch_is_not_restarted_and_is_said_not_to_be(daemon: Daemon) -> None:
+    job = daemon.submit(*SLEEP)
+    before = daemon.wait_for(job, lambda status: status["state"] == "running")["replicas"][0]
+    for path in (f"/v1/jobs/{job}/restart", f"/v1/jobs/{job}.0/restart"):
+        answer = daemon.ask("POST", path)
+        assert answer.status == 409
+        assert "batch" in answer.json["message"]
+    assert not [event for event in daemon.documents(f"/v1/jobs/{job}/events") if "restart" in event["kind"]]
+    assert daemon.status(job)["replicas"][0]["pid"] == before["pid"]
+    assert daemon.ask("POST", f"/v1/jobs/{job}/cancel").status == 202
+
+
+def test_a_name_whose_job_is_stopping_is_refused_with_how_to_wait_for_it(daemon: Daemon) -> None:
+    script = "trap '' TERM; echo armed; while :; do sleep 0.05; done"
+    body = {"command": ["sh", "-c", script], "name": "leaving", "stop_grace_seconds": 3}
+    assert daemon.ask("POST", "/v1/jobs", body).status == 201
+    daemon.wait_for("leaving", lambda status: status["state"] == "running")
+    assert "cancel" in daemon.ask("POST", "/v1/jobs", body).json["hint"]
+    assert daemon.ask("POST", "/v1/jobs/leaving/cancel").status == 202
+    refused = daemon.ask("POST", "/v1/jobs", body)
+    assert refused.status == 409
+    assert "is stopping" in refused.json["hint"]
+    assert "wait" in refused.json["hint"]
+    daemon.wait_for_end("leaving")
+    again = daemon.ask("POST", "/v1/jobs", body | {"command": ["true"]})
+    assert again.status == 201
+    daemon.wait_for_end(again.json["id"])
+
+
 def test_a_failed_run_shows_its_exit_and_its_last_lines(daemon: Daemon) -> None:
     job = daemon.submit("sh", "-c", "echo about to fail; exit 3")
     status = daemon.wait_for_end(job)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -237,3 +238,66 @@ def test_a_quiet_stream_shows_that_it_is_alive(daemon: Daemon) -> None:
     assert as_sse.readline() == b":\n"
     assert 14 < time.monotonic() - started < 18
     daemon.ask("POST", f"/v1/jobs/{job}/cancel")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_the_end_of_a_stream_closes_a_connection_that_was_to_be_closed(
+    daemon: Daemon, method: str, version: str
+) -> None:
+    """With HTTP/1.0 that is how the end is told."""
+    request = f"{method} /v1/events HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answered = daemon.raw(request.encode(), unix=True, seconds=5)
+    assert answered.startswith(b"HTTP/1.1 200")
+    assert (b"cluster.created" in answered) == (method == "GET")
+
+
+@pytest.fixture
+def chatty(daemon: Daemon) -> Iterator[str]:
+    """A job that writes faster than anybody reads."""
+    job = daemon.submit("yes", "nobody can read all of this")
+    daemon.wait_for(job, lambda _: daemon.documents(f"/v1/jobs/{job}/logs?tail=1&since=0") != [], 20)
+    yield job
+    daemon.ask("POST", f"/v1/jobs/{job}/cancel")
+    daemon.wait_for_end(job)
+
+
+@pytest.mark.parametrize("query", ["", "tail=5", "since=1", "run=1"])
+def test_a_log_that_grows_faster_than_it_is_read_is_given_up_to_now(daemon: Daemon, chatty: str, query: str) -> None:
+    response = open_stream(daemon, f"/v1/jobs/{chatty}/logs?{query}")
+    until, size = time.monotonic() + 20, 0
+    lines = b""
+    while part := response.read1(1 << 20):
+        size += len(part)
+        lines = lines[-100_000:] + part
+        assert time.monotonic() < until, f"{size} bytes and no end"
+    assert b"nobody can read all of this" in lines
+    if query == "tail=5":
+        assert lines.count(b"\n") == 5
+
+
+def test_the_tail_of_a_log_that_grows_fast_is_followed(daemon: Daemon, chatty: str) -> None:
+    response = open_stream(daemon, f"/v1/jobs/{chatty}/logs?tail=5&follow=1")
+    assert [next_document(response)["kind"] for _ in range(50)]
+    response.close()
+
+
+def test_readers_that_vanish_leave_no_file_open(daemon: Daemon, chatty: str) -> None:
+    for _ in range(100):
+        response = open_stream(daemon, f"/v1/jobs/{chatty}/logs?follow=1")
+        response.read1(1000)
+        response.close()
+    until = time.monotonic() + 10
+    while left := open_logs(daemon.process.pid):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def open_logs(pid: int) -> list[str]:
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    return [path for path in found if "/logs/" in path]

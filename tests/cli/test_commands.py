@@ -45,8 +45,7 @@ def test_a_services_submit_returns_when_it_is_ready_with_its_addresses(daemon: D
     for endpoint in endpoints:
         assert "Directory listing" in get(endpoint)
     for index, endpoint in enumerate(endpoints):
-        assert f"task={index} placed on n1" in done.stderr
-        assert f"task={index} ready at {endpoint}" in done.stderr
+        assert f"replica {index}: ready at {endpoint}" in done.stderr
     assert daemon.cli("job", "endpoints", "web").stdout.splitlines() == endpoints
     status = daemon.cli("job", "status", "web").stdout
     assert re.search(
@@ -62,7 +61,8 @@ def test_a_service_that_fails_is_exit_1_with_reason_code_and_last_lines(daemon: 
     assert (done.returncode, done.stdout) == (1, "")
     assert "exit code 7" in done.stderr
     assert "  the cause" in done.stderr
-    assert "restarting: " in done.stderr
+    assert "replica 0: exited with code 7 after" in done.stderr
+    assert "exit_nonzero: " not in done.stderr
     assert "Traceback" not in done.stderr
     status = daemon.cli("job", "status", "crash").stdout
     assert "state=failed" in status
@@ -73,7 +73,7 @@ def test_a_service_that_fails_is_exit_1_with_reason_code_and_last_lines(daemon: 
 def test_a_wait_that_is_over_says_what_it_still_waits_for(daemon: Daemon) -> None:
     done = daemon.cli("submit", "--service", "--name", "mute", "--wait", "2s", "--", "sleep", "300")
     assert (done.returncode, done.stdout) == (124, "")
-    assert "job mute is not ready after 2s: task=0 starting: nothing listens on" in done.stderr
+    assert "job mute is not ready after 2s: replica 0 is starting: nothing listens on" in done.stderr
     assert "gpulayer job cancel mute" in done.stderr
     assert daemon.cli_json("job", "status", "mute")["state"] == "starting"
     daemon.cli("job", "cancel", "mute", "--wait", "10s")
@@ -137,8 +137,8 @@ def test_the_command_is_handed_on_untouched(daemon: Daemon) -> None:
 def test_a_waiting_batch_says_why_and_waits_no_longer_than_it_is_told(daemon: Daemon) -> None:
     done = daemon.cli("submit", "--name", "big", "--gpus", "1", "--wait", "1s", "--", "true")
     assert done.returncode == 124
-    assert "task=0 waiting: no_capacity: " in done.stderr
-    assert "job big has not ended after 1s: task=0 waiting: " in done.stderr
+    assert "warning: replica 0 cannot ever run here: " in done.stderr
+    assert "job big has not ended after 1s: replica 0 is waiting: " in done.stderr
     status = daemon.cli("status").stdout
     assert "big waits: no_capacity" in status
     explained = daemon.cli("job", "explain", "big").stdout
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_a_batch_running(daemon: Daemon) -> None:
 def test_a_dry_run_says_where_it_would_go_and_submits_nothing(daemon: Daemon) -> None:
     fits = daemon.cli("submit", "--dry-run", "--name", "dry", "--", "true")
     assert fits.returncode == 0
-    assert "task=0 node=n1" in fits.stdout
+    assert "replica=0 node=n1" in fits.stdout
     waits = daemon.cli("submit", "--dry-run", "--service", "--gpus", "1", "--", "true")
     assert waits.returncode == 1
     assert "not on n1: " in waits.stdout
@@ -242,10 +242,14 @@ def test_logs_can_be_chosen_by_run_by_tail_and_by_age(daemon: Daemon) -> None:
     daemon.cli("submit", "--service", "--name", "runs", "--max-restarts", "1", "--", "sh", "-c", script)
     every = daemon.cli("job", "logs", "runs").stdout.splitlines()
     assert len([line for line in every if line.startswith("run of ")]) == 2
-    previous = daemon.cli("job", "logs", "runs", "--previous").stdout.splitlines()
-    assert [line for line in previous if line.startswith("run of ")] == [
-        next(line for line in every if line.startswith("run of "))
-    ]
+    runs = [line for line in every if line.startswith("run of ")]
+    for number, words in ((slice(0, 1), ("--run", "1")), (slice(1, 2), ("--run", "2")), (slice(0, 2), ("--previous",))):
+        chosen = daemon.cli("job", "logs", "runs", *words).stdout.splitlines()
+        assert [line for line in chosen if line.startswith("run of ")] == runs[number]
+    stamped = daemon.cli("job", "logs", "runs", "-t").stdout.splitlines()
+    assert [line.split(" ", 1)[1] for line in stamped] == every
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ", line) for line in stamped)
+    assert daemon.cli("job", "logs", "runs", "--previous", "--run", "1").returncode == 2
     assert len(daemon.cli("job", "logs", "runs", "--tail", "1").stdout.splitlines()) == 1
     assert "more" in daemon.cli("job", "logs", "runs", "--since", "10m").stdout
     time.sleep(1.1)
@@ -287,10 +291,12 @@ def test_waiting_for_a_job_tells_how_it_ended(daemon: Daemon) -> None:
 
 def test_events_go_on_behind_an_offset(daemon: Daemon) -> None:
     daemon.cli("submit", "--name", "evented", "--", "true")
-    lines = daemon.cli("job", "events", "evented").stdout.splitlines()
-    assert "job.submitted" in lines[0]
-    rest = daemon.cli("job", "events", "evented", "--since", lines[0].split()[0]).stdout.splitlines()
+    lines = daemon.cli("job", "events", "evented", "--offsets").stdout.splitlines()
+    assert "evented submitted" in lines[0]
+    rest = daemon.cli("job", "events", "evented", "--offsets", "--since", lines[0].split()[0]).stdout.splitlines()
     assert rest == lines[1:]
+    plain = daemon.cli("job", "events", "evented").stdout.splitlines()
+    assert plain == [line.split(" ", 1)[1] for line in lines]
 
 
 def test_a_table_fits_the_terminal_and_is_whole_elsewhere(daemon: Daemon) -> None:

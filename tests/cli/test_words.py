@@ -97,11 +97,25 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
         (["submit", "--service", "--gpus", "1.5", "--", "ls"], 2, "write a whole number, or a share below 1"),
         (["submit", "--service", "--timeout", "90", "--", "ls"], 2, "write it like 90s, 15m, 24h or 1h30m"),
         (["submit", "--detach", "--max-restarts", "1", "--", "ls"], 2, "add --service, or leave it out"),
-        (["submit", "--detach"], 2, "write it after --, as in: gpulayer submit -- python train.py"),
+        (["submit", "--detach"], 2, "write it after --, as in: gpulayer submit --workdir . -- python train.py"),
         (["submit", "--detach", "--env", "NOT_SET_HERE", "--", "ls"], 2, "write NOT_SET_HERE=VALUE"),
         (["submit", "--detach", "--label", "zone", "--", "ls"], 2, "write it like --label zone=a"),
         (["token", "create", "--role", "root"], 2, ""),
         (["job", "status"], 2, ""),
+        (["frobnicate"], 2, "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, token"),
+        (["job", "frob"], 2, "commands: list, status, logs, endpoints, events, explain, wait, restart, cancel"),
+        (["job", "cancel"], 2, "write gpulayer job cancel JOB"),
+        (["job", "cancel", "web", "--wait"], 2, "--wait 30s"),
+        (["job", "cancel", "web.0"], 2, "gpulayer job restart web.0"),
+        (["job", "wait", "web.0"], 2, "write gpulayer job wait web"),
+        (["job", "endpoints", "web.0"], 2, "write gpulayer job endpoints web"),
+        (["job", "events", "web.0"], 2, "write gpulayer job events web"),
+        (["job", "logs", "web", "--previous", "--run", "1"], 2, "leave out one of them"),
+        (["submit", "--service", "--timeout", "5min", "--", "ls"], 2, "units are ms, s, m, h, d"),
+        (["submit", "--service", "--memory", "5gigs", "--", "ls"], 2, "units are KiB, MiB, GiB"),
+        (["submit", "--service", "--port", "8080", "--", "ls"], 2, "gpulayer chooses the port and sets $PORT"),
+        (["submit", "--service", "--detach", "--wait", "1s", "--", "ls"], 2, "leave out one of them"),
+        (["status", "--url", "http://127.0.0.1:1"], 3, "check the port in the URL"),
         (["job", "status", "web", "db"], 2, ""),
         (["job", "logs", "web.x"], 2, "write JOB.N with N from 0 on, or JOB"),
         (["status", "--url", "http://10.1.2.3:7450"], 2, "ssh -L"),
@@ -197,6 +211,28 @@ def test_an_env_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.Mo
     file.write_text("# a comment\n\nA=1\nB='two words'\nC=x=y\nFROM_HERE\nD=\n")
     request = request_from_keys({"command": ["ls"], "env_file": [str(file)], "env": ["A=2"]})
     assert dict(request.spec.env) == {"A": "2", "B": "two words", "C": "x=y", "FROM_HERE": "here", "D": ""}
+
+
+def test_what_is_wrong_in_an_env_file_is_said_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "job.env"
+    for text, words in (("A=1\n\nNOT_SET_HERE\n", "NOT_SET_HERE is not set here"), ("\n\nA B=1", "'A B' is not a")):
+        file.write_text(text)
+        with pytest.raises(InvalidRequest, match=re.escape(f"env-file {file}, line 3: {words}")):
+            request_from_keys({"command": ["ls"], "env_file": [str(file)]})
+
+
+def test_help_and_version_are_understood_as_words_too() -> None:
+    assert run("help").stdout == run("--help").stdout
+    assert run("version").stdout == run("--version").stdout
+    assert run("help", "submit").stdout == run("submit", "--help").stdout
+
+
+def test_help_says_what_a_value_is_and_which_is_taken_without_it() -> None:
+    page = run("submit", "--help", env={"COLUMNS": "100"}).stdout
+    for words in ("--gpus N ", "--timeout DURATION ", "--memory SIZE ", "--label K=V ", "(default 10s)", "e.g. 24h"):
+        assert words in page
+    assert "STR" not in page
+    assert "auto and text are for people" in " ".join(run("up", "--help").stdout.split())
 
 
 def documented_examples() -> list[list[str]]:

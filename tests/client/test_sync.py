@@ -207,6 +207,18 @@ def test_http_needs_a_token_and_a_role_that_allows_it(daemon: Daemon) -> None:
         reader.status()
 
 
+def test_words_that_are_no_text_name_nothing(daemon: Daemon) -> None:
+    """A command line hands bytes on as they were typed."""
+    client = gl.connect(data_dir=str(daemon.data_dir))
+    for name in ("\udcff", "a\udcffb", "\u202e"):
+        with pytest.raises(gl.NotFound):
+            client.job(name)
+        with pytest.raises(gl.NotFound):
+            client.revoke_token(name)
+        with pytest.raises(gl.InvalidRequest):
+            list(client.events(after=name))
+
+
 def test_events_go_on_behind_an_offset(daemon: Daemon) -> None:
     client = client_of(daemon)
     job = client.submit(gl.batch(["true"]))

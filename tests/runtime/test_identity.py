@@ -87,6 +87,10 @@ def test_a_second_daemon_is_refused_and_told_by_whom(path: Path) -> None:
     with holder(path) as process:
         error = refusal(path, Refused)
         assert f"in use by pid {process.pid}" in error.message
+        assert "--data-dir" in error.hint
+        assert error.code == "data_dir_in_use"
+        assert (path / "epoch").read_text() == "1\n"
+    assert opened(path, machine_id=this_machine()).epoch == 2  # the lock ends with its process
 
 
 def test_a_daemon_that_is_gone_is_not_taken_for_the_one_that_has_just_got_the_lock(path: Path) -> None:
@@ -104,10 +108,6 @@ def test_a_daemon_that_is_gone_is_not_taken_for_the_one_that_has_just_got_the_lo
     finally:
         os.close(lock)
     opened(path)
-        assert "--data-dir" in error.hint
-        assert error.code == "data_dir_in_use"
-        assert (path / "epoch").read_text() == "1\n"
-    assert opened(path, machine_id=this_machine()).epoch == 2  # the lock ends with its process
 
 
 def test_what_a_daemon_starts_does_not_hold_its_lock(path: Path) -> None:

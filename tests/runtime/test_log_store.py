@@ -423,11 +423,15 @@ async def test_room_on_the_disk_is_noticed_without_a_write(path: Path, monkeypat
     await store.close()
 
 
-async def test_the_reserve_is_taken_when_there_is_room_and_let_go_when_there_is_not(path: Path) -> None:
+async def test_the_reserve_is_kept_for_what_ends_something(path: Path) -> None:
+    """With it gone at the first alarm, a job that filled the disk could not even be cancelled."""
     await (await opened(path, reserve_bytes=100_000)).close()
     assert (path.parent / "reserve").stat().st_size == 100_000
     store = await opened(path, reserve_bytes=100_000, disk_free_min_bytes=2**62)
-    assert not (path.parent / "reserve").exists()
+    with pytest.raises(StorageFailed):
+        await store.append([entry(1)])
+    await store.append([entry(1)], ends_something=True)
+    assert (path.parent / "reserve").exists(), "there is room without it yet"
     await store.close()
 
 

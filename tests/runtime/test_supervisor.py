@@ -41,7 +41,7 @@ from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import Assignment, DeviceShare
 from gpulayer.runtime import attempt_shell, processes
-from gpulayer.runtime.shim_link import living_shim
+from gpulayer.runtime.shim_link import ShimGone, ShimLink, living_shim
 from gpulayer.runtime.supervisor import Supervisor
 from gpulayer.runtime.watch import Watch
 from gpulayer.shim import notes, tree
@@ -766,3 +766,59 @@ async def test_a_shim_that_dies_just_before_a_start_is_answered_for(daemon: Daem
         if "RunStarted" in answers or "ShimDied" in answers:
             daemon.stop_run(order, 2)
             await daemon.event(order, TreeGone, 2)
+
+
+async def test_last_words_that_cannot_be_written_do_not_end_the_daemon(daemon: Daemon) -> None:
+    """A full disk had kept even the directory of its log from being made; then the job was cancelled."""
+    order = an_order("true")
+    path = daemon.supervisor.sandbox_path(order.assignment.id)
+    path.mkdir(parents=True)
+    (path / "logs").write_text("in the way")
+    daemon.do(order, Note(text="ended, cancelled"))
+    daemon.do(order, Discard())
+    other = an_order("true")
+    daemon.start_run(other)
+    assert (await daemon.event(other, RunExited)).exit.code == 0
+
+
+async def test_a_shim_that_was_made_and_never_connected_to_goes_with_its_attempt(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short of descriptors a start failed after its shim was made; the job was cancelled, and the shim stayed."""
+    order = an_order("true")
+
+    async def refuse(*_: object) -> ShimLink:
+        raise ShimGone("no descriptor left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ShimLink, "connect", refuse)
+        daemon.start_run(order)
+        assert (await daemon.event(order, StartFailed)).reason.code == "spawn_failed"
+    pid = shim_pid(daemon, order)
+    assert is_alive(pid)
+    daemon.do(order, Discard())
+    await until(lambda: not is_alive(pid))
+
+
+async def test_a_shim_that_does_not_answer_goes_with_all_that_hangs_below_it(
+    data_dir: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: what had left its session and cleared its environment could not be found once the shim was dead."""
+    monkeypatch.setattr(attempt_shell, "STOP_ANSWER_SECONDS_MAX", 0.2)
+    daemon = Daemon(data_dir, cgroups="off")
+    await daemon.start(nursery)
+    order = python(
+        "import os,time\n"
+        "if os.fork()==0:\n"
+        " os.setsid()\n"
+        " if os.fork(): os._exit(0)\n"
+        " os.execve('/bin/sh', ['sh', '-c', 'printf %s $$ >child; cd /; exec sleep 300'], {})\n"
+        "os.wait(); time.sleep(300)"
+    )
+    daemon.start_run(order)
+    await daemon.event(order, RunStarted)
+    child = await child_pid(daemon, order)
+    os.kill(shim_pid(daemon, order), signal.SIGSTOP)
+    daemon.stop_run(order, grace_seconds=0.1)
+    await daemon.event(order, TreeGone)
+    assert not is_alive(child)

@@ -109,7 +109,7 @@ def test_runs_and_the_supervisor_have_their_own_kinds(log: Log) -> None:
         ("supervisor", "and says so"),
         (
             "run_ended",
-            "run 4 was ended by SIGSEGV (core dumped) after 0.2 s; 1 processes were left in the background ()",
+            "run 4 was ended by SIGSEGV (core dumped) after 0.2 s; 1 process was left in the background",
         ),
     ]
     assert {line.stream for line in lines} == {"supervisor"}

@@ -18,6 +18,8 @@ import pytest
 
 from gpulayer import shim
 from gpulayer.shim import notes, tree
+from gpulayer.shim import shim as shim_module
+from tests.shim.conftest import Spawner
 
 F_OFD_SETLK = 37
 
@@ -371,3 +373,50 @@ def test_a_lock_that_the_shim_shares_outlives_the_daemon_and_can_be_taken_up_aga
     os.close(fds[0])
     assert is_free()
     assert attempt.client.ask("hold", names=["GPU-1"])["error"]["code"] == "bad_request"
+
+
+def test_a_socket_that_was_removed_by_hand_is_made_again_when_asked_for(
+    attempt: Any, connect: Any, eventually: Any
+) -> None:
+    """Nobody could reach such a shim any more: neither stop its run nor hear of its end."""
+    started = attempt.shell("sleep 600")
+    published = (attempt.directory / "shim.json").read_text()
+    (attempt.directory / "shim.sock").unlink()
+    (attempt.directory / "shim.json").unlink()
+    os.kill(attempt.spawned["pid"], shim_module.LISTEN_AGAIN)
+    eventually((attempt.directory / "shim.sock").exists)
+    eventually(lambda: (attempt.directory / "shim.json").exists())
+    assert (attempt.directory / "shim.json").read_text() == published
+    assert connect(attempt.directory).ask("hello")["run"]["pid"] == started["pid"]
+    assert attempt.client.ask("hello")["ok"], "older connections stay"
+
+
+def test_the_spawner_works_where_the_daemon_was_started_with_sigchld_ignored(tmp_path: Path, new_attempt: Any) -> None:
+    """As some supervisors and `trap '' CHLD` do it: there was no child to wait for, and every start failed."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        spawner = Spawner()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    try:
+        attempt = new_attempt(spawner=spawner)
+        attempt.shell("exit 3")
+        assert attempt.client.wait_for("exited")["code"] == 3
+    finally:
+        spawner.close()
+
+
+def test_a_spawner_that_was_stopped_makes_no_shim_for_a_daemon_that_is_gone(
+    tmp_path: Path, spawner: Any, eventually: Any
+) -> None:
+    """It went on with the request when its daemon had given up, and the shim was nobody's for ever."""
+    directory = tmp_path / "sandboxes" / "test.0.1"
+    directory.mkdir(parents=True)
+    (directory / "attempt.json").write_text(json.dumps({"log": {"max_bytes": 100_000, "keep": 2}}))
+    os.kill(spawner.process.pid, signal.SIGSTOP)
+    eventually(lambda: status_of(spawner.process.pid, "State").startswith("T"))
+    spawner.socket.send(json.dumps({"op": "spawn", "dir": str(directory)}).encode())
+    spawner.socket.close()
+    os.kill(spawner.process.pid, signal.SIGCONT)
+    assert spawner.process.wait(5) == 0
+    assert not (directory / "shim.lock").exists()

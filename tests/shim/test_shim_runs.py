@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -278,3 +279,41 @@ def test_a_run_may_begin_with_a_thousand_variables_and_arguments(attempt: Any) -
     assert attempt.client.wait_for("exited")["code"] == 0
     answer = attempt.start("/bin/true", "x" * 1_000_000)
     assert "too long" in answer["error"]["message"]
+
+
+def test_a_run_that_was_not_executed_is_noted_with_its_reason(attempt: Any) -> None:
+    """The next daemon knew only that it could not be executed, and told people to look at their process limits."""
+    attempt.start("no-such-program")
+    (record,) = notes.read_all(str(attempt.directory / "runs"))
+    assert record.exit is not None
+    assert (record.exit["ended_by"], record.exit["error"]) == ("spawn_failed", "bad_command")
+    assert "no-such-program" in record.exit["message"]
+
+
+def test_the_longest_message_still_fits_into_the_exit_note(attempt: Any) -> None:
+    """Twelve bytes a character in JSON: the note was too long for its half, and so there was none."""
+    attempt.start("\U0001f600" * 2000)
+    (record,) = notes.read_all(str(attempt.directory / "runs"))
+    assert record.exit is not None
+    assert record.exit["ended_by"] == "spawn_failed"
+
+
+@pytest.mark.parametrize("removed", ["runs", "logs"])
+def test_a_directory_that_was_removed_by_hand_is_made_again_for_the_next_run(attempt: Any, removed: str) -> None:
+    """T32: without `runs` no later run could be marked, without `logs` nothing that it wrote was kept."""
+    attempt.shell("exit 0")
+    attempt.client.wait_for("gone")
+    attempt.client.events.clear()
+    shutil.rmtree(attempt.directory / removed)
+    assert attempt.shell("echo said; exit 4")["ok"]
+    attempt.client.wait_for("gone")
+    assert [record.run for record in notes.read_all(str(attempt.directory / "runs"))][-1:] == [2]
+    assert any(b"said" in path.read_bytes() for path in (attempt.directory / "logs").iterdir())
+
+
+@pytest.mark.parametrize("garbage", [b"[" * 4096, b"\xff" * 4096, b'{"run": 1e999}', b"[]"])
+def test_a_note_that_is_garbage_is_none(tmp_path: Path, garbage: bytes) -> None:
+    """A daemon that fell over one would fall over it at every start."""
+    (tmp_path / "000001").write_bytes(garbage.ljust(notes.HALF_BYTES) + garbage.ljust(notes.HALF_BYTES))
+    record = notes.read(str(tmp_path / "000001"))
+    assert record is None or record.marker.keys() == {"run"}

@@ -282,6 +282,7 @@ def test_a_line_of_proc_is_read_whatever_the_name() -> None:
     fields = b"S 7 8 9 " + b" ".join(b"%d" % number for number in range(10, 60))
     stat = tree.parse_stat(b"42 (a) R 1 (b \xff) " + fields)
     assert (stat.pid, stat.comm, stat.state, stat.ppid, stat.pgrp, stat.session) == (42, "a) R 1 (b �", "S", 7, 8, 9)
+    assert tree.parse_stat(b"42 (a\n\x1b[2Jb) " + fields).comm == "a??[2Jb", "it is shown to people"
     own = tree.process_stat(os.getpid())
     assert own is not None
     assert (own.ppid, own.session) == (os.getppid(), os.getsid(0))
@@ -302,3 +303,18 @@ def test_both_ways_to_look_for_descendants_agree() -> None:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_run_lives_in_a_cgroup_that_was_killed_before(new_attempt: Any, cgroup: str, eventually: Any) -> None:
+    """Since Linux 6.14 what is born in a cgroup that was ever killed is killed too: after one stop that needed SIGKILL
+    no later run of that replica lived for longer than an instant."""
+    attempt = new_attempt(cgroup=cgroup)
+    begin(attempt, TREES["all ignore the signal"])
+    attempt.client.ask("stop", signal="TERM", grace_seconds=0.05, reason="test")
+    attempt.client.wait_for("gone")
+    attempt.client.events.clear()
+    started = attempt.shell("echo alive > alive; sleep 600")
+    assert attempt.file("alive") == "alive\n"
+    assert started["pid"] in tree.cgroup_pids(cgroup)
+    attempt.client.ask("stop", signal="KILL", grace_seconds=0, reason="test")
+    assert attempt.client.wait_for("exited")["ended_by"] == "stop:test"

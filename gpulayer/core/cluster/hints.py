@@ -1,7 +1,11 @@
-"""What to do about each reason: one sentence per code, for reasons that came without a hint of their own."""
+"""What to do about each reason: one sentence per code, for reasons that came without a hint of their own.
+
+Hints name commands with JOB in them; where one is shown, that is the job's name.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from gpulayer.model.replica import Reason
@@ -10,7 +14,8 @@ HINTS: dict[str, str] = {
     "queued": "wait: it is placed within moments",
     "no_capacity": "wait until something ends, ask for less, or add a node; `gpulayer job explain JOB` has every node",
     "starting": "wait, or see what it does with `gpulayer job logs JOB`",
-    "bad_command": "check the command: the program must be there and executable on the node, or in its PATH",
+    "bad_command": "the program must be there and executable on the node; a name without / is looked up in the PATH of "
+    "the job, which is the daemon's unless --env PATH=… gives another",
     "bad_workdir": "name a --workdir that is there on the node and may be entered, or leave it out for the sandbox",
     "spawn_failed": "see the node's log: mostly a limit of the node (processes, open files, memory) is the cause",
     "disk_full": "free space where the node keeps its data; what waits is tried again by itself",
@@ -39,6 +44,13 @@ def hint_for(code: str) -> str:
     return HINTS.get(code, _OTHERWISE)
 
 
-def with_hint(reason: Reason) -> Reason:
-    """The reason with its own hint, else the one of its code."""
-    return reason if reason.hint else replace(reason, hint=hint_for(reason.code))
+def with_hint(reason: Reason, job_name: str) -> Reason:
+    """The reason with its own hint, else the one of its code; about that job."""
+    hint = reason.hint or hint_for(reason.code)
+    # A name is made of letters, digits and dashes, so it is no template.
+    return replace(reason, hint=re.sub(r"\bJOB\b", job_name, hint))
+
+
+def beside_explanation(hint: str) -> str:
+    """The same where `job explain` is what people read already: who holds the devices is what it does not say."""
+    return re.sub(r"`gpulayer job explain \S+` has every node", "`gpulayer status` shows who holds what", hint)

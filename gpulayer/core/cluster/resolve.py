@@ -69,5 +69,7 @@ def _candidates(jobs: list[Job]) -> str:
 def _near(state: ClusterState, text: str) -> str:
     ordered = sorted(state.jobs.values(), key=lambda job: (not job.is_live, -job.submitted_at_index, job.id))
     names = list(dict.fromkeys(job.name for job in ordered[:NEAR_NAMES_MAX]))
-    near = get_close_matches(text, names, n=3, cutoff=0.6)
+    # A job that has ended is mostly not the one that is meant.
+    live = list(dict.fromkeys(job.name for job in ordered[:NEAR_NAMES_MAX] if job.is_live))
+    near = get_close_matches(text, live, n=3, cutoff=0.6) or get_close_matches(text, names, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(near)}?" if near else "see `gpulayer job list`"

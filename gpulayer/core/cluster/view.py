@@ -15,7 +15,7 @@ from gpulayer.core.cluster.hints import with_hint
 from gpulayer.model.cluster import Job, Replica
 from gpulayer.model.ids import AttemptId, JobId, NodeId
 from gpulayer.model.job import JobSpec
-from gpulayer.model.replica import DeviceShare, Endpoint, Exit, Reason, ReplicaState, ReplicaStatus
+from gpulayer.model.replica import DeviceShare, Endpoint, Exit, Outcome, Reason, ReplicaState, ReplicaStatus
 from gpulayer.model.units import format_duration
 
 JobState: TypeAlias = Literal[
@@ -40,7 +40,7 @@ class ReplicaView:
     index: int
     state: ReplicaState
     reason: Reason | None
-    """Always there unless it is ready."""
+    """Always there unless it is ready, or a batch that succeeded."""
     next: str = ""
     """What happens next by itself, as a sentence; empty when nothing does."""
     node: str = ""
@@ -67,7 +67,7 @@ class JobView:
     revision: int
     state: JobState
     reason: Reason | None
-    """Always there unless it is running."""
+    """Always there unless it is running, or a batch that succeeded."""
     replicas: tuple[ReplicaView, ...]
     restarts: int
     submitted_at_utc: float
@@ -98,7 +98,7 @@ def job_view(
         kind=job.spec.kind,
         revision=job.revision,
         state=state,
-        reason=with_hint(reason) if reason is not None else None,
+        reason=with_hint(reason, job.name) if reason is not None else None,
         replicas=replicas,
         restarts=sum(replica.restarts for replica in replicas),
         submitted_at_utc=job.submitted_at_utc,
@@ -132,7 +132,7 @@ def _replica_view(
     if status is not None:
         base = _with_status(base, status)
     if replica.outcome is not None:
-        view = _ended(base, replica, status)
+        view = _ended(base, job.spec, replica, status)
     elif assignment is None:
         view = replace(base, reason=_reason_to_wait(job, replica.index, waiting_reasons))
     elif status is None:
@@ -149,8 +149,8 @@ def _replica_view(
     view = replace(view, next=_next(job.spec, view, now_utc))
     return replace(
         view,
-        reason=with_hint(view.reason) if view.reason is not None else None,
-        warning=with_hint(view.warning) if view.warning is not None else None,
+        reason=with_hint(view.reason, job.name) if view.reason is not None else None,
+        warning=with_hint(view.warning, job.name) if view.warning is not None else None,
     )
 
 
@@ -169,13 +169,13 @@ def _with_status(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:
     )
 
 
-def _ended(view: ReplicaView, replica: Replica, status: ReplicaStatus | None) -> ReplicaView:
+def _ended(view: ReplicaView, spec: JobSpec, replica: Replica, status: ReplicaStatus | None) -> ReplicaView:
     outcome = replica.outcome
     assert outcome is not None
     ended = replace(
         view,
         state="ended",
-        reason=outcome.reason,
+        reason=_reason_of_outcome(spec, outcome),
         endpoint=None,
         pid=None,
         next_start_at_utc=None,
@@ -183,12 +183,24 @@ def _ended(view: ReplicaView, replica: Replica, status: ReplicaStatus | None) ->
         restarts=outcome.restarts,
         last_exit=outcome.exit or view.last_exit,
         run=outcome.exit.run if outcome.exit is not None else view.run,
+        started_at_utc=_started_at_utc(outcome.exit) or view.started_at_utc,
     )
     if replica.assignment is None:
         return ended
     # Its end is known, but a process of it is left, or was when its node last said something: it still holds its place.
     said = status.reason if status is not None and status.reason is not None else outcome.reason
     return replace(ended, state="stopping", reason=said, pid=view.pid)
+
+
+def _started_at_utc(exit: Exit | None) -> float | None:
+    """When the run began that ended so; None where nobody knows."""
+    return exit.ended_at_utc - exit.uptime_seconds if exit is not None and exit.ended_at_utc else None
+
+
+def _reason_of_outcome(spec: JobSpec, outcome: Outcome) -> Reason | None:
+    """A batch that did what it was to do needs no words; one that left processes behind does."""
+    is_as_wished = spec.kind == "batch" and outcome.result == "succeeded" and outcome.reason.code == "exit_zero"
+    return None if is_as_wished else outcome.reason
 
 
 def _reason_to_wait(job: Job, index: int, reasons: WaitingReasons) -> Reason:
@@ -295,7 +307,7 @@ def _has_started(view: ReplicaView) -> bool:
 
 def _job_reason(job: Job, state: JobState, replicas: tuple[ReplicaView, ...]) -> Reason | None:
     if job.outcome is not None:
-        return job.outcome.reason
+        return _reason_of_outcome(job.spec, job.outcome)
     if job.stopping is not None:
         return job.stopping.reason
     if state == "running":

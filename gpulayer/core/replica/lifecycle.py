@@ -157,6 +157,9 @@ class Lifecycle:
     serial_wanted: int = 0
     restarts: int = 0
     failures: int = 0
+    over_at: Instant = NEVER
+    """When its timeout is over, once something of it was executed. A run is ended by its shim, which must do that
+    without a daemon too; here it ends the waiting for the next one."""
     last_exit: Exit | None = None
     start_warning: Reason | None = None
     exit_warning: Reason | None = None
@@ -211,6 +214,12 @@ def adopt(order: Order, found: FoundAttempt, now: Instant, *, advertise: str) ->
         # Not even a marker: nothing was executed, so this is safe for a batch too.
         return begin(order, now, advertise=advertise)
     life = _as_found(order, last, now, advertise)
+    if found.first_started_seconds_ago is not None:
+        life = _with_time(life, Instant(now - found.first_started_seconds_ago))
+    if last.start_failure is not None:
+        failed = StartFailed(run=last.run, reason=last.start_failure, at_utc=_exit_found(last).ended_at_utc)
+        life = replace(life, phase=Launching(cancelled=order.assignment.withdrawn))
+        return _told(life, _start_failed(life, failed, now, ended=_process_found(last, now).started), now)
     if last.alive and found.shim_alive:
         return _told(life, _take_over(life, last, now), now)
     # Its first process is gone, or nobody is left who could tell how it ends.
@@ -261,7 +270,7 @@ def _step(life: Lifecycle, event: ReplicaEvent, now: Instant) -> Step:
         case RunStarted():
             return _started(life, event, now)
         case StartFailed():
-            return _start_failed(life, event, now)
+            return _start_failed(life, event, now, ended=now)
         case RunExited(exit=exit):
             return _process_ended(life, exit, now)
         case ShimDied():
@@ -290,7 +299,7 @@ def deadline(life: Lifecycle) -> Instant:
         case Starting(ready_at=ready_at, given_up_at=given_up_at):
             return min(ready_at, given_up_at)
         case BackingOff(until=until, gone=gone):
-            return until if gone else NEVER
+            return min(until if gone else NEVER, life.over_at)
         case Launching() | Ready() | Unready() | Stopping() | Ended():
             return NEVER
         case _:
@@ -304,6 +313,8 @@ def _proceed(life: Lifecycle, now: Instant) -> Step:
             return _ready(life, process, process.started_at_utc + READY_WITHOUT_PORT_AFTER)
         case Starting(process=process, reason=seen, given_up_at=given_up_at) if given_up_at <= now:
             return _stop(life, process, reasons.never_ready(life.spec, seen), cancelled=False)
+        case BackingOff(gone=gone) if life.over_at <= now:
+            return _end(life, "failed", reasons.timed_out(life.spec), life.last_exit, gone=gone)
         case BackingOff(until=until, gone=True, cause=cause, counts=counts) if until <= now:
             return _launch(life, cause, counts=counts)
         case Launching() | Starting() | Ready() | Unready() | Stopping() | BackingOff() | Ended():
@@ -339,7 +350,7 @@ def _started(life: Lifecycle, event: RunStarted, now: Instant) -> Step:
     match life.phase:
         case Launching(cancelled=cancelled):
             process = Process(pid=event.pid, port=event.port, started=now, started_at_utc=event.at_utc)
-            life = replace(life, phase=_starting(life, process, now), start_warning=event.warning)
+            life = replace(_with_time(life, now), phase=_starting(life, process, now), start_warning=event.warning)
             if cancelled is not None:
                 return _stop(life, process, cancelled, cancelled=True)
             if life.serial_wanted > life.run_serial:
@@ -349,6 +360,13 @@ def _started(life: Lifecycle, event: RunStarted, now: Instant) -> Step:
             return life, []  # said before
         case _:
             assert_never(life.phase)
+
+
+def _with_time(life: Lifecycle, first_started: Instant) -> Lifecycle:
+    limit = life.spec.timeout_seconds
+    if limit is None or life.over_at != NEVER:
+        return life
+    return replace(life, over_at=Instant(first_started + limit))
 
 
 def _starting(life: Lifecycle, process: Process, counted_from: Instant) -> Starting:
@@ -507,7 +525,7 @@ class _RunEnd:
     gone: bool
 
 
-def _start_failed(life: Lifecycle, event: StartFailed, now: Instant) -> Step:
+def _start_failed(life: Lifecycle, event: StartFailed, now: Instant, *, ended: Instant) -> Step:
     match life.phase:
         case Launching(cancelled=None):
             life = replace(life, exit_warning=None)
@@ -519,12 +537,14 @@ def _start_failed(life: Lifecycle, event: StartFailed, now: Instant) -> Step:
                 is_our_doing=False,
                 waits=True,
                 exit=None,
-                ended=now,
+                ended=ended,
                 ended_at_utc=event.at_utc,
                 uptime_seconds=0.0,
                 gone=True,
             )
             announce = _announce(life, "replica.start_failed", end.told, reason=event.reason.code)
+            if event.reason.code == "timeout":  # the shim's clock was a little faster than ours
+                return _after([announce], _end(life, "failed", reasons.timed_out(life.spec), life.last_exit, gone=True))
             if life.serial_wanted > life.run_serial:
                 return _after([announce], _renew(life, now, gone=True))
             return _after([announce], _follow(life, end, now))
@@ -637,11 +657,12 @@ def _back_off(life: Lifecycle, end: _RunEnd, now: Instant) -> Step:
     until = Instant(end.ended + delay)
     if end.is_our_doing:
         cause = end.reason.text
-        note = f"{end.told}; starts again" + (f" in {reasons.seconds(delay)}" if delay else "")
+        then = "starts again" + (f" in {reasons.seconds(delay)}" if delay else "")
     else:
         number = reasons.restart_number(life.restarts + 1, life.spec.max_restarts)
         cause = f"{end.reason.text or end.reason.code}; {number}"
-        note = f"{end.told}; restarts in {reasons.seconds(delay)} ({number})"
+        then = f"restarts in {reasons.seconds(delay)}{reasons.restarts_used(life.restarts, life.spec.max_restarts)}"
+    note = f"{end.told}; {then}"
     waiting = BackingOff(
         until=until,
         next_start_at_utc=end.ended_at_utc + delay if end.ended_at_utc is not None else None,
@@ -652,7 +673,7 @@ def _back_off(life: Lifecycle, end: _RunEnd, now: Instant) -> Step:
     )
     life = replace(life, phase=waiting, failures=failures if end.waits else life.failures)
     data = {"reason": end.reason.code, "delay_seconds": f"{delay:g}", "failures": str(life.failures)}
-    said: list[ReplicaEffect] = [Note(text=note), _announce(life, "replica.backing_off", note, **data)]
+    said: list[ReplicaEffect] = [Note(text=then), _announce(life, "replica.backing_off", note, **data)]
     return _after(said, _proceed(life, now))
 
 

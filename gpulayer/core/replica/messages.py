@@ -191,6 +191,8 @@ class FoundRun:
     exit: Exit | None = None
     """The note on disk; for a run that has neither note nor process, one with ended_by `interrupted` (the host
     rebooted) or `supervisor_killed`."""
+    start_failure: Reason | None = None
+    """It was not executed, and why."""
     gone: bool = False
     """No process of its tree is left."""
     stopping: str = ""

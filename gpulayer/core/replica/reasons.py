@@ -31,7 +31,7 @@ def reason_for_exit(exit: Exit, spec: JobSpec, job_name: str) -> Reason:
             return Reason(
                 code="interrupted",
                 text=f"its supervisor was told to end {after}, as a host does that shuts down",
-                hint="to stop a replica use `gpulayer job stop`",
+                hint="to stop a job use `gpulayer job cancel JOB`",
             )
         case "spawn_failed":
             return Reason(code="spawn_failed", text="its command could not be executed", hint=see_log)
@@ -64,6 +64,16 @@ def told(exit: Exit, reason: Reason) -> str:
             return reason.text
 
 
+def timed_out(spec: JobSpec) -> Reason:
+    """Its time is over, and no run of it is there that could be ended."""
+    limit = f" of {format_duration(spec.timeout_seconds)}" if spec.timeout_seconds is not None else ""
+    return Reason(
+        code="timeout",
+        text=f"its timeout{limit} is over, and it waited for its next start",
+        hint="raise --timeout; `gpulayer job logs JOB` shows what the last run wrote",
+    )
+
+
 def never_ready(spec: JobSpec, last_seen: Reason | None) -> Reason:
     """`last_seen`: what the last check of its port found, which is mostly the cause."""
     limit = spec.start_timeout_seconds
@@ -78,7 +88,8 @@ def never_ready(spec: JobSpec, last_seen: Reason | None) -> Reason:
 
 def left_in_background(exit: Exit) -> Reason | None:
     """The warning for a run whose first process ended before the processes that it had started."""
-    if exit.left_background <= 0:
+    if exit.left_background <= 0 or exit.ended_by != "itself":
+        # Where the run was ended by us, what it had started was to go as well.
         return None
     names = ", ".join(exit.left_names[:_NAMES_SHOWN])
     processes = "1 process" if exit.left_background == 1 else f"{exit.left_background} processes"
@@ -108,6 +119,11 @@ def seconds(value: float) -> str:
 
 def restart_number(number: int, most: int | None) -> str:
     return f"restart {number}" if most is None else f"restart {number} of {most}"
+
+
+def restarts_used(count: int, most: int | None) -> str:
+    """Behind what is said of the next restart, where their number has a limit."""
+    return "" if most is None else f" ({count} of {most} restarts used)"
 
 
 def _unknown(after: str) -> Reason:

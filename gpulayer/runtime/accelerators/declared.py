@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from gpulayer.model.errors import InvalidRequest
@@ -53,10 +54,10 @@ def _devices(entry: Mapping[str, Any], place: int, node: NodeId, before: int) ->
         )
     for key in entry:
         if key not in KEYS:
-            raise InvalidRequest(f"{where}: {key!r} is unknown", hint="use " + ", ".join(KEYS))
+            raise InvalidRequest(f"{where}: {key!r} is unknown", hint=_nearest(str(key), KEYS))
     kind = _text(entry, "kind", where)
     if kind not in ACCELERATOR_KINDS:
-        raise InvalidRequest(f"{where}: kind {kind!r} is unknown", hint="use one of " + ", ".join(ACCELERATOR_KINDS))
+        raise InvalidRequest(f"{where}: kind {kind!r} is unknown", hint=_nearest(kind, ACCELERATOR_KINDS))
     model = _text(entry, "model", where)
     memory_mib = parse_size(_text(entry, "memory", where), f"{where}: memory")
     count = entry.get("count", 1)
@@ -71,6 +72,11 @@ def _devices(entry: Mapping[str, Any], place: int, node: NodeId, before: int) ->
     vendor = _text(entry, "vendor", where) if "vendor" in entry else VENDOR_OF_KIND[kind]
     uuids = [uuid] if count == 1 else [f"{uuid}-{number}" for number in range(count)]
     return [Accelerator(uuid=each, kind=kind, vendor=vendor, model=model, memory_mib=memory_mib) for each in uuids]
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else "use one of " + ", ".join(known)
 
 
 def _text(entry: Mapping[str, Any], key: str, where: str) -> str:

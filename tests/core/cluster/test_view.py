@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulayer.core.cluster.commands import StopJob
-from gpulayer.core.cluster.hints import HINTS, hint_for
+from gpulayer.core.cluster.hints import HINTS, beside_explanation, hint_for, with_hint
 from gpulayer.core.cluster.view import JOB_STATES, JobView, job_view
 from gpulayer.core.placement.plan import waiting_reasons
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import AttemptId, JobId, ReplicaId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import REASON_CODES, Endpoint, Exit, Outcome, Reason, ReplicaStatus
-from tests.core.cluster.states import CANCELLED, Cluster, admit, batch, ended, failed, gpu, service, states, submit
+from tests.core.cluster.states import CANCELLED, Cluster, admit, batch, ended, failed, gpu, service, states, submit, succeeded
 
 REPLICA_STATES = ("waiting", "assigned", "starting", "ready", "unready", "backing_off", "stopping", "ended")
 
@@ -121,6 +121,24 @@ def test_a_replica_that_cannot_be_killed_is_stopping_with_its_pid() -> None:
     assert replica.reason.text == stuck.text
 
 
+def test_a_batch_that_succeeded_needs_no_reason_and_no_advice() -> None:
+    cluster = placed(batch(gpus=1))
+    cluster.do(ended(succeeded()))
+    seen = view(cluster)
+    assert (seen.state, seen.reason, seen.replicas[0].reason) == ("succeeded", None, None)
+
+
+def test_a_hint_names_the_job_that_it_is_about() -> None:
+    cluster = placed(service("first", gpus=1), nodes=1)
+    cluster.do(submit(service("second", gpus=1), "j-second"))
+    seen = job_view(cluster.job("j-second"), {}, waiting_reasons(cluster.state, {}), node_names={}, now_utc=0.0)
+    assert seen.reason is not None
+    assert "`gpulayer job explain second`" in seen.reason.hint
+    assert "`gpulayer status`" in beside_explanation(seen.reason.hint)
+    for code in HINTS:
+        assert "JOB" not in with_hint(Reason(code=code), "first").hint
+
+
 def test_with_keep_the_service_is_degraded_by_an_ended_replica() -> None:
     cluster = placed(service(replicas=2, gpus=1, on_replica_end="keep"))
     cluster.do(ended(failed(3, restarts=2)))
@@ -169,7 +187,8 @@ def test_every_state_but_a_good_one_has_a_reason_with_a_remedy(state: ClusterSta
         seen = job_view(job, statuses, reasons, node_names={}, now_utc=50.0)
         assert seen.state in JOB_STATES
         for one in (seen, *seen.replicas):
-            if one.state not in ("running", "ready"):
+            is_as_wished = job.spec.kind == "batch" and one.reason is None and one.state in ("succeeded", "ended")
+            if one.state not in ("running", "ready") and not is_as_wished:
                 assert one.reason is not None, one
                 assert one.reason.code in REASON_CODES
                 assert one.reason.hint

@@ -77,7 +77,15 @@ def found_run(**changes: Any) -> FoundRun:
 class Story:
     """A life cycle with its clock and everything that it has asked for."""
 
-    def __init__(self, spec: JobSpec, *, found: FoundRun | None = None, shim_alive: bool = True, **ordered: Any):
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        found: FoundRun | None = None,
+        shim_alive: bool = True,
+        first_started_seconds_ago: float | None = None,
+        **ordered: Any,
+    ):
         self.order = order(spec, **ordered)
         self.now = 1000.0
         self.all: list[ReplicaEffect] = []
@@ -86,7 +94,10 @@ class Story:
             stepped = lifecycle.begin(self.order, Instant(self.now), advertise="10.0.0.5")
         else:
             attempt = FoundAttempt(
-                attempt=self.order.assignment.id, shim_alive=shim_alive, first_started_seconds_ago=None, last=found
+                attempt=self.order.assignment.id,
+                shim_alive=shim_alive,
+                first_started_seconds_ago=first_started_seconds_ago,
+                last=found,
             )
             stepped = lifecycle.adopt(self.order, attempt, Instant(self.now), advertise="10.0.0.5")
         self.life, self.effects = stepped
@@ -249,7 +260,7 @@ def test_a_crashed_service_is_restarted_after_a_second_and_says_why() -> None:
     story.start()
     effects = story.exit(1)
     assert [e.text for e in effects if isinstance(e, Note)] == [
-        "exited with code 1 after 0.3 s; restarts in 1 s (restart 1 of 3)"
+        "restarts in 1 s (0 of 3 restarts used)"
     ]
     assert story.announced() == ["replica.exited", "replica.backing_off"]
     assert story.status.next_start_at_utc == story.utc + 1.0
@@ -834,3 +845,90 @@ def test_a_status_has_a_reason_wherever_a_replica_is_not_ready() -> None:
         assert status.reason is not None
         assert status.reason.code in REASON_CODES
     assert replace(seen[-1]).reason == CANCELLED
+
+
+# --- the attempt's timeout, between two runs ------------------------------------------------------------------------
+
+
+def test_a_timeout_ends_the_waiting_for_a_restart_too() -> None:
+    """The shim ends a run; where there was none, the service was refused its next start again and again, for ever."""
+    story = Story(service(timeout_seconds=4.0, port=False))
+    for delay in (1.0, 2.0):
+        story.crash(after=0.1)
+        story.wait(delay)
+    story.crash(after=0.0)
+    assert story.status.state == "backing_off"
+    effects = story.wait(2.0)
+    assert story.status.state == "ended"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "timeout"
+    (report,) = [effect for effect in effects if isinstance(effect, Report)]
+    assert (report.outcome.result, report.outcome.reason.code, report.released) == ("failed", "timeout", True)
+    assert report.outcome.exit is not None
+    assert report.outcome.exit.code == 1
+    assert lifecycle.deadline(story.life) == NEVER
+
+
+def test_a_timeout_that_ends_the_waiting_still_waits_for_the_tree() -> None:
+    story = Story(service(timeout_seconds=1.0))
+    story.start()
+    story.exit(1, after=0.5)
+    effects = story.wait(1.0)
+    (report,) = [effect for effect in effects if isinstance(effect, Report)]
+    assert not report.released
+    assert story.gone() == [ReportReleased(), Discard()]
+
+
+def test_a_start_that_is_refused_because_the_time_is_over_is_the_end() -> None:
+    story = Story(service(timeout_seconds=4.0))
+    story.crash()
+    story.wait(1.0)
+    story.hear(StartFailed(run=2, reason=Reason(code="timeout", text="the attempt's 4 s are over"), at_utc=story.utc))
+    assert story.status.state == "ended"
+    assert story.asked(Report)[0].outcome.reason.code == "timeout"
+
+
+def test_the_time_goes_on_while_the_daemon_is_away() -> None:
+    ended = Exit(run=1, code=1, ended_at_utc=EPOCH_UTC, uptime_seconds=99.5)
+    found = found_run(alive=False, gone=True, exit=ended)
+    story = Story(service(timeout_seconds=100.2), found=found, first_started_seconds_ago=100.0)
+    assert story.status.state == "backing_off"
+    story.wait(0.3)
+    assert story.status.state == "ended"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "timeout"
+
+
+# --- a run that was not executed, found by the next daemon ----------------------------------------------------------
+
+BAD = Reason(code="bad_command", text="command 'x' was not found", hint="check it")
+
+
+def not_executed(**changes: Any) -> FoundRun:
+    ended = Exit(run=3, ended_by="spawn_failed", ended_at_utc=EPOCH_UTC - 1.0)
+    told = dict(run=3, restarts=2, failures=2, alive=False, gone=True, exit=ended, started_seconds_ago=1.0)
+    return found_run(**(told | {"start_failure": BAD} | changes))
+
+
+def test_why_a_run_was_not_executed_survives_the_daemon() -> None:
+    """T34: after a restart of the daemon `bad_command` had become a `spawn_failed` with the hint to look at ulimits."""
+    story = Story(service(), found=not_executed(), shim_alive=True)
+    assert story.status.state == "backing_off"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "bad_command"
+    assert (story.status.restarts, story.status.last_exit) == (2, None)
+    assert story.wait(2.9) == [], "the third failure: 4 s from the failed start, a second of which is over"
+    story.wait(0.2)
+    assert story.asked(StartRun)[0].run == 4
+
+
+def test_a_batch_that_was_not_executed_fails_with_its_reason() -> None:
+    story = Story(batch(), found=not_executed(run=1, restarts=0, failures=0), shim_alive=True)
+    (report,) = story.asked(Report)
+    assert (report.outcome.result, report.outcome.reason.code) == ("failed", "bad_command")
+
+
+def test_an_order_that_was_taken_back_meanwhile_is_cancelled_all_the_same() -> None:
+    story = Story(service(), found=not_executed(), withdrawn=CANCELLED)
+    (report,) = story.asked(Report)
+    assert (report.outcome.result, report.released) == ("cancelled", True)
