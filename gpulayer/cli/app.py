@@ -102,6 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     As the program itself (`words` left out) it ends the process, unless that was the daemon.
     """
+    _occupy_standard_descriptors()
     given = _as_options(list(sys.argv[1:] if words is None else words))
     code = failure.guarded(given, lambda: _run(given))
     if words is None and given[:1] != ["up"]:
@@ -109,6 +110,18 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _occupy_standard_descriptors() -> None:
+    """0, 1 and 2, where whoever started us closed them: the first file that we open would become stderr."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free one, which is this
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
 
 
 def _run(words: list[str]) -> int:

@@ -405,6 +405,8 @@ async def _feed_watchdog(notifier: ServiceNotifier) -> None:
 
 def run(options: UpOptions) -> int:
     """`gpulayer up`: returns the exit code, or raises a GpulayerError that says why it could not start."""
+    # A signal that the caller blocked would never end us.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     config = load_config(options, os.environ, uid=os.getuid())
     # Whatever the caller's is: nobody else may write where the data directory lies, and we ourselves always may.
     os.umask(0o077)

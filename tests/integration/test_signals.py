@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,22 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(make_daemon: DaemonMaker
     )
     assert int(status["SigIgn"], 16) & 1 << (signal.SIGHUP - 1)
     daemon.stop()
+
+
+def test_a_daemon_started_without_descriptors_and_with_blocked_signals_serves_and_ends(
+    make_daemon: DaemonMaker, tmp_path: Path
+) -> None:
+    """Its first file would become stderr, and SIGTERM would wait for ever."""
+    starter = (
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "for descriptor in range(3): os.close(descriptor)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'gpulayer', *sys.argv[1:]])\n"
+    )
+    daemon = make_daemon(command=(sys.executable, "-c", starter))
+    daemon.start()
+    job = daemon.submit(serve())
+    daemon.wait_ready(job)
+    daemon.cancel(job)
+    daemon.wait_ended(job)
+    assert daemon.stop() == 0
