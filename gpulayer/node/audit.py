@@ -176,8 +176,7 @@ def _sandboxes(root: Path, processes: Mapping[int, ProcessStat]) -> dict[Attempt
         sandbox = _Sandbox(attempt=attempt, shim=shim)
         if shim is not None:
             sandbox.tree = {stat.pid: stat for stat in _below(shim.pid, children) if not stat.is_zombie}
-            records = notes.numbers(str(root / name / "runs"))
-            sandbox.run = notes.read(str(root / name / "runs" / f"{records[-1]:06d}")) if records else None
+            sandbox.run = next(reversed(notes.read_all(str(root / name / "runs"))), None)
         cgroup = _json(root / name / "attempt.json").get("cgroup")
         for pid in tree.cgroup_pids(cgroup) if isinstance(cgroup, str) else ():
             if pid in processes:

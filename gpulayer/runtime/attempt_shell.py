@@ -13,8 +13,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import structlog
@@ -160,6 +162,8 @@ class AttemptShell:
         self._swept.set()
         self._let_go: ShimLink | None = None
         """The link that was ended because its shim is of no use any more."""
+        self._published: tuple[int, int] | None = None
+        """What `shim.json` was when it was last read and named this shim."""
         self._before_adoption: list[Json] | None = None
         """What the shim of an attempt that is being found told since its hello; heard once the run is known."""
         self._unsaid: list[str] = []
@@ -264,24 +268,23 @@ class AttemptShell:
             sandbox=str(self._directory),
         )
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._break_off_start, link, run)
-                await link.request(
-                    "start",
-                    timeout_seconds=float("inf"),
-                    on_sent=sent,
-                    on_reply=lambda reply: self._start_answered(run, reply),
-                    run=run.number,
-                    argv=list(order.spec.argv),
-                    env=env,
-                    cwd=order.spec.workdir or str(self._directory / "work"),
-                    cause=effect.cause,
-                    port=run.port,
-                    restart_serial=effect.restart_serial,
-                    note={"restarts": effect.restarts, "failures": effect.failures, "run_id": run.run_id},
-                )
-                nursery.cancel_scope.cancel()
-        except* ShimGone:
+            await link.request(
+                "start",
+                timeout_seconds=float("inf"),
+                on_sent=sent,
+                on_reply=lambda reply: self._start_answered(run, reply),
+                slow_seconds=START_SECONDS_MAX,
+                on_slow=partial(self._break_off_start, link, run),
+                run=run.number,
+                argv=list(order.spec.argv),
+                env=env,
+                cwd=order.spec.workdir or f"{self._directory}/work",
+                cause=effect.cause,
+                port=run.port,
+                restart_serial=effect.restart_serial,
+                note={"restarts": effect.restarts, "failures": effect.failures, "run_id": run.run_id},
+            )
+        except ShimGone:
             sent()
             await self._start_lost(run, link.shim)
 
@@ -299,7 +302,6 @@ class AttemptShell:
 
     async def _break_off_start(self, link: ShimLink, run: _Run) -> None:
         """A working directory on a dead file system lets exec hang, a broken disk the marker."""
-        await trio.sleep(START_SECONDS_MAX)
         self._log.warning("start.hangs", run=run.number, seconds=START_SECONDS_MAX)
         try:
             await link.request(
@@ -367,7 +369,7 @@ class AttemptShell:
     async def _linked_shim(self, order: Order) -> ShimLink:
         """The link to its shim, which is made if there is none. OSError, SpawnFailed."""
         link = await self._living_link()
-        if link is not None and not await trio.to_thread.run_sync(self._is_in_place, link.shim):
+        if link is not None and not self._is_in_place(link.shim):
             self._log.warning("sandbox.removed", directory=str(self._directory), shim=link.shim.pid)
             await self._quit(link)
             link = await self._living_link()
@@ -409,13 +411,20 @@ class AttemptShell:
 
     def _is_in_place(self, shim: ShimProcess) -> bool:
         """T32: someone may have removed the sandbox by hand, or what the next daemon finds its shim by. Only `work` is
-        made again for the same shim."""
-        sandboxes = self._services.sandboxes
-        if living_shim(sandboxes.read_shim(self.id), self._services.boot_id) != shim:
+        made again for the same shim.
+
+        Not in a thread, and nothing is read while nothing changed: the kernel has these names in its caches, and a
+        hundred threads for a hundred restarts took longer than all the rest of them.
+        """
+        published = _published(self._directory)
+        if published is None:
             return False
-        if not (self._directory / "shim.sock").exists():
-            return False
-        sandboxes.work(self.id).mkdir(mode=0o700, exist_ok=True)
+        if published != self._published:
+            if living_shim(self._services.sandboxes.read_shim(self.id), self._services.boot_id) != shim:
+                return False
+            self._published = published
+        with suppress(FileExistsError):
+            os.mkdir(f"{self._directory}/work", 0o700)
         return True
 
     async def _spawn(self) -> ShimProcess:
@@ -814,3 +823,13 @@ class AttemptShell:
             return ()
         leftovers = Leftovers(run_id=run.run_id, pid=run.pid, start_time=run.start_time, cgroup=self._cgroup)
         return tuple(stat.pid for stat in await trio.to_thread.run_sync(processes.find, leftovers))
+
+
+def _published(directory: Path) -> tuple[int, int] | None:
+    """What identifies `shim.json` as it is now; None if that or the socket beside it is gone."""
+    try:
+        os.stat(f"{directory}/shim.sock")
+        told = os.stat(f"{directory}/shim.json")
+    except OSError:
+        return None
+    return told.st_ino, told.st_mtime_ns

@@ -14,8 +14,9 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,6 +75,7 @@ class ShimProcess:
         return stat.start_time == self.start_time and not stat.is_zombie
 
 
+@cache
 def boot_id() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
@@ -215,9 +217,14 @@ class ShimLink:
         timeout_seconds: float,
         on_sent: Callable[[], None] | None = None,
         on_reply: Callable[[Json], None] | None = None,
+        slow_seconds: float = float("inf"),
+        on_slow: Callable[[], Awaitable[None]] | None = None,
         **fields: Any,
     ) -> Json:
-        """The reply. `on_reply` is called with it before any later event is heard. ShimGone, ShimSilent."""
+        """The reply. `on_reply` is called with it before any later event is heard. ShimGone, ShimSilent.
+
+        `on_slow`: awaited when there is no reply after `slow_seconds`; then the reply is waited for again.
+        """
         if self.ended.is_set() or len(self._waiting) >= REQUESTS_WAITING_MAX:
             raise ShimGone(f"no link to shim {self.shim.pid}")
         self._next_id += 1
@@ -239,6 +246,11 @@ class ShimLink:
                     await self._stream.send_all(line)
                 if on_sent is not None:
                     on_sent()
+                if on_slow is not None:
+                    with trio.move_on_after(slow_seconds) as patience:
+                        await answered.wait()
+                    if patience.cancelled_caught:
+                        await on_slow()
                 await answered.wait()
         except trio.TooSlowError:
             raise ShimSilent(f"shim {self.shim.pid} did not answer {op!r} within {timeout_seconds:g} s") from None

@@ -3,7 +3,7 @@ the exit note, before the exit is reported.
 
 The file has its full size from the start, so that a disk that fills up meanwhile cannot swallow the exit. A marker
 without an exit note, whose process is gone, is a run that was interrupted (the shim died with it, or the host did). A
-file without a marker is a run that was never executed.
+file without a marker is a run that was never executed: mostly the next one, prepared while there is time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,53 @@ class RunRecord(NamedTuple):
     exit: Json | None
 
 
-def create(runs_fd: int, run: int, marker: Json) -> int:
-    """Makes the file of a run durable, marker included, and gives its descriptor. OSError: nothing was left behind."""
-    content = _half(marker)
+def prepare(runs_fd: int, run: int) -> int:
+    """The file of the next run, reserved and durable but without a marker: a restart then waits for one sync less.
+    OSError: nothing was left behind."""
     name = _name(run)
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=runs_fd)
     try:
         _reserve(fd)
-        _write_at(fd, content, 0)
         os.fsync(fd)
         os.fsync(runs_fd)
     except BaseException:
-        os.close(fd)
-        os.unlink(name, dir_fd=runs_fd)
+        discard(runs_fd, run, fd)
         raise
     return fd
+
+
+def create(runs_fd: int, run: int, marker: Json, prepared_fd: int | None = None) -> int:
+    """Makes the file of a run durable, marker included, and gives its descriptor. OSError: nothing was left behind.
+
+    `prepared_fd`: what prepare() gave for this run; it belongs to the result, or is closed.
+    """
+    if prepared_fd is not None and not _is_in_place(runs_fd, run, prepared_fd):
+        os.close(prepared_fd)  # removed by hand
+        prepared_fd = None
+    fd = prepare(runs_fd, run) if prepared_fd is None else prepared_fd
+    try:
+        _write_at(fd, _half(marker), 0)
+        os.fdatasync(fd)
+    except BaseException:
+        discard(runs_fd, run, fd)
+        raise
+    return fd
+
+
+def discard(runs_fd: int, run: int, fd: int) -> None:
+    """Takes back a file that got no marker."""
+    os.close(fd)
+    try:
+        os.unlink(_name(run), dir_fd=runs_fd)
+    except OSError:
+        pass  # gone already; and one without a marker counts for nothing
+
+
+def _is_in_place(runs_fd: int, run: int, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(_name(run), dir_fd=runs_fd), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def amend_marker(fd: int, marker: Json) -> None:
@@ -75,11 +107,18 @@ def read_all(runs_directory: str) -> list[RunRecord]:
 
 
 def numbers(runs_directory: str | int) -> list[int]:
-    """The numbers of all files, those without a marker too: a number is never used twice."""
+    """The numbers of all files, those without a marker too."""
     try:
         return sorted(int(name) for name in os.listdir(runs_directory) if name.isdigit())
     except OSError:
         return []
+
+
+def drop_unmarked(runs_fd: int) -> None:
+    """What an earlier shim had prepared and never executed."""
+    for run in numbers(runs_fd):
+        if read(f"/proc/self/fd/{runs_fd}/{_name(run)}") is None:
+            os.unlink(_name(run), dir_fd=runs_fd)
 
 
 def prune(runs_fd: int, keep: int = RUNS_KEPT) -> None:

@@ -122,6 +122,8 @@ class Shim:
 
         self._run: Run | None = None
         self._last_run = 0
+        self._prepared: tuple[int, int] | None = None
+        """The number and the descriptor of the next run's file, made while there was time."""
         self._last_exit: Json | None = None
         self._attempt_started_boottime: float | None = None
         self._timeout_seconds = self._attempt.timeout_seconds
@@ -341,8 +343,29 @@ class Shim:
             "pid": None,
             "start_time": None,
         }
-        notes.prune(self._runs_fd, keep=notes.RUNS_KEPT - 1)
-        return Run(number, marker, notes.create(self._runs_fd, number, marker))
+        prepared = self._take_prepared(number)
+        if prepared is None:
+            notes.prune(self._runs_fd, keep=notes.RUNS_KEPT - 1)
+        return Run(number, marker, notes.create(self._runs_fd, number, marker, prepared))
+
+    def _prepare_next(self) -> None:
+        """While nobody waits: what a restart would have to wait for."""
+        try:
+            notes.prune(self._runs_fd)
+            self._prepared = self._last_run + 1, notes.prepare(self._runs_fd, self._last_run + 1)
+        except OSError:
+            pass  # then the start makes it, or says why it cannot
+
+    def _take_prepared(self, number: int) -> int | None:
+        """The descriptor of the file that was prepared for this run, if it was for this one."""
+        if self._prepared is None:
+            return None
+        run, fd = self._prepared
+        self._prepared = None
+        if run == number:
+            return fd
+        notes.discard(self._runs_fd, run, fd)
+        return None
 
     def _make_directories_again(self) -> None:
         """Someone may have removed them by hand. OSError: the sandbox itself is gone."""
@@ -443,6 +466,7 @@ class Shim:
         if self._run is not None or not self._is_tree_gone():
             return failure("busy", f"processes of run {self._last_run} are still there")
         self._leaving = True
+        self._take_prepared(0)
         self._remove_traces()  # before the answer: whoever has it may start the next shim
         return {"ok": True}
 
@@ -595,6 +619,8 @@ class Shim:
             self._channel.tell_all({"event": "gone", "run": self._last_run})
         if self._terminating:
             self._leaving = True
+        elif run is not None:
+            self._prepare_next()
 
     def _close_run(self, run: Run) -> None:
         # A pipe may still be open in a process outside of the tree that was handed it; that one writes into the void.
@@ -717,6 +743,7 @@ class Shim:
 
     def _recall(self) -> None:
         """What an earlier shim of this attempt left: run numbers go on, and so does the timeout within one boot."""
+        notes.drop_unmarked(self._runs_fd)
         numbers = notes.numbers(self._runs_fd)
         self._last_run = numbers[-1] if numbers else 0
         for record in notes.read_all(f"/proc/self/fd/{self._runs_fd}"):

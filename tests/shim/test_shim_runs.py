@@ -151,6 +151,32 @@ def test_only_the_last_runs_are_kept(attempt: Any) -> None:
     assert [record.run for record in kept] == list(range(4, notes.RUNS_KEPT + 4))
 
 
+def test_the_file_of_the_next_run_is_prepared_and_counts_for_nothing(
+    attempt: Any, spawner: Any, connect: Any, eventually: Any
+) -> None:
+    assert attempt.start("/bin/sh", "-c", "exit 3")["ok"]
+    attempt.client.wait_for("gone")
+    runs = attempt.directory / "runs"
+    eventually(lambda: sorted(path.name for path in runs.iterdir()) == ["000001", "000002"])
+    assert [record.run for record in notes.read_all(str(runs))] == [1]
+    pid = attempt.client.ask("hello")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: spawner.spawn(attempt.directory)["ok"])
+    hello = connect(attempt.directory).ask("hello")
+    assert (hello["last_run"], hello["last_exit"]["code"]) == (1, 3)
+
+
+def test_a_prepared_file_that_was_removed_by_hand_is_made_again(attempt: Any, eventually: Any) -> None:
+    assert attempt.start("/bin/true")["ok"]
+    attempt.client.wait_for("gone")
+    prepared = attempt.directory / "runs" / "000002"
+    eventually(prepared.exists)
+    prepared.unlink()
+    assert attempt.start("/bin/true")["ok"]
+    attempt.client.wait_for("gone")
+    assert [record.run for record in notes.read_all(str(attempt.directory / "runs"))] == [1, 2]
+
+
 def executable(path: Path, content: bytes, mode: int = 0o755) -> str:
     path.write_bytes(content)
     path.chmod(mode)
@@ -163,7 +189,7 @@ def test_a_command_that_cannot_be_executed_says_why(attempt: Any) -> None:
     executable(work / "orphan", b"#!/no/such/interpreter -x\n")
     executable(work / "noise", b"\1\2\3\4")
     for command, sentence in {
-        "no-such-program": "was not found in PATH (",
+        "no-such-program": "was not found in PATH",
         "/no/such/program": "No such file or directory",
         "./plain": "is not executable (mode 0644)",
         "./orphan": "begins with #!/no/such/interpreter, and there is no such interpreter",
