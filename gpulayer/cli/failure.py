@@ -118,7 +118,7 @@ def _as_invalid(error: CycloptsError, words: Sequence[str]) -> InvalidRequest:
         from gpulayer.cli.app import command_names
 
         hint = f"commands: {', '.join(command_names(words))}"
-    elif message.endswith("--wait requires an argument"):
+    elif "--wait requires an argument" in message:
         hint = "say how long, e.g. --wait 30s"
     else:
         hint = f"see {command} --help"

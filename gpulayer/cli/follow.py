@@ -19,6 +19,8 @@ from gpulayer.model.units import format_duration
 
 # Reasons that every healthy start passes through; worth words only when they stay.
 _AS_EVERY_START = frozenset(("starting", "not_listening", "queued"))
+# How a run ends that nothing is wrong with.
+_NO_FAILURES = frozenset(("restart_requested", "interrupted"))
 # Most services are ready by then, and need no words about how they got there.
 _QUIET_SECONDS = 1.0
 _REMIND_SECONDS = 5.0
@@ -66,7 +68,7 @@ def until_ready(job: Job, wait_seconds: float | None, *, is_restarted_for_ever: 
             f"stop it with: gpulayer job cancel {job.name}",
         ) from None
     except KeyboardInterrupt:
-        raise _left_running(job) from None
+        raise left_running(job) from None
     finally:
         progress.end()
 
@@ -78,7 +80,8 @@ def _hint_of(status: Document | None) -> str:
     return f"{clean(hints[0])}; " if hints and hints[0] else ""
 
 
-def _left_running(job: Job) -> Interrupted:
+def left_running(job: Job) -> Interrupted:
+    """Ctrl-C while it was stayed with."""
     return Interrupted(
         f"job {job.name} ({job.id}) goes on",
         hint=f"see it with: gpulayer job status {job.name}; stop it with: gpulayer job cancel {job.name}",
@@ -205,24 +208,34 @@ class _ServiceProgress(_Progress):
         self._job = job
         self._is_restarted_for_ever = is_restarted_for_ever
         self._exits: dict[int, tuple[int, int]] = {}
+        self._placed: dict[int, int] = {}
+        """The attempt whose place was said, or needs no saying any more."""
         self._is_explained = False
 
     def _tell(self, status: Mapping[str, Any]) -> None:
         super()._tell(status)
         for replica in status["replicas"]:
-            last_exit = replica["last_exit"]
-            if last_exit is None:
-                continue
-            which = (replica["attempt"], last_exit["run"])
-            if self._exits.get(replica["index"]) == which:
-                continue
-            self._exits[replica["index"]] = which
-            if replica["state"] not in ("backing_off", "ended"):
-                # In those two states the reason says it.
-                self._say([replica["index"]], clean(last_exit["text"]), "")
-            if replica["state"] != "ended" and last_exit["ended_by"] == "itself" and not self._is_explained:
+            failed_run = self._ended_run(replica)
+            if failed_run and not self._is_explained:
                 self._is_explained = True
-                self._explain(replica["index"], last_exit["run"], replica["reason"])
+                self._explain(replica["index"], failed_run, replica["reason"])
+
+    def _ended_run(self, replica: Mapping[str, Any]) -> int:
+        """The run that failed, where that is news and another follows; told, where the state does not tell it."""
+        last_exit, state = replica["last_exit"], replica["state"]
+        if state == "backing_off":
+            is_failure = not replica["reason"] or replica["reason"]["code"] not in _NO_FAILURES
+            self._exits[replica["index"]] = (replica["attempt"], replica["run"])
+            return int(replica["run"]) if is_failure else 0
+        if last_exit is None or state in ("stopping", "ended"):
+            return 0
+        which = (replica["attempt"], last_exit["run"])
+        is_told = self._exits.get(replica["index"]) == which
+        self._exits[replica["index"]] = which
+        if is_told:
+            return 0
+        self._say([replica["index"]], clean(last_exit["text"]), "")
+        return int(last_exit["run"]) if last_exit["ended_by"] == "itself" else 0
 
     def _explain(self, index: int, run: int, reason: Mapping[str, Any] | None) -> None:
         """The first run that failed: its last words, and what happens from here on."""
@@ -249,13 +262,19 @@ class _ServiceProgress(_Progress):
             case "waiting":
                 return waiting_words(replica)
             case "assigned" | "starting" if not reason or reason["code"] in _AS_EVERY_START:
-                is_news = self._is_late and not replica["last_exit"]
-                return f"placed on {replica['node']}" if is_news else "", ""
+                if not self._is_late or self._placed.get(replica["index"]) == replica["attempt"]:
+                    return "", ""
+                self._placed[replica["index"]] = replica["attempt"]
+                return f"placed on {replica['node']}", ""
             case "assigned" | "starting":
                 return reason_sentence(reason), reason["hint"]
             case "backing_off":
+                self._placed[replica["index"]] = replica["attempt"]
                 # Its hint comes behind its last words.
                 return reason_sentence(reason) or "restarts", ""
+            case "stopping" if reason and reason["code"] == "never_ready":
+                # The same is said in a moment, when it has ended.
+                return "", ""
             case state:
                 words = state.replace("_", " ")
                 return f"{words}: {reason_sentence(reason)}" if reason else words, ""
@@ -355,7 +374,7 @@ def until_ended(job: Job, wait_seconds: float | None, *, replicas: int) -> int:
     except KeyboardInterrupt:
         if isinstance(output.failed, BrokenPipeError):
             raise output.failed from None
-        raise _left_running(job) from None
+        raise left_running(job) from None
     finally:
         progress.end()
     raise AssertionError("a watch ends with an ended state")

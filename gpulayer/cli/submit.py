@@ -185,12 +185,18 @@ def submit(
 
 
 def _stay(job: Job, request: JobRequest, wait_seconds: float | None, *, json: bool) -> int:
-    from gpulayer.cli.follow import until_ended, until_ready
+    try:
+        from gpulayer.cli.follow import until_ended, until_ready
 
-    if request.spec.kind == "batch":
-        return until_ended(job, wait_seconds, replicas=request.spec.replicas)
-    until_ready(job, wait_seconds, is_restarted_for_ever=_is_restarted_for_ever(request), json=json)
-    return 0
+        if request.spec.kind == "batch":
+            return until_ended(job, wait_seconds, replicas=request.spec.replicas)
+        until_ready(job, wait_seconds, is_restarted_for_ever=_is_restarted_for_ever(request), json=json)
+        return 0
+    except KeyboardInterrupt:
+        # Before it was stayed with, but after it was accepted.
+        from gpulayer.cli.follow import left_running
+
+        raise left_running(job) from None
 
 
 def _is_restarted_for_ever(request: JobRequest) -> bool:

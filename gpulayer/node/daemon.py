@@ -28,7 +28,7 @@ from gpulayer.api.server import BoundSockets, bind_sockets, serve
 from gpulayer.core.agent import Agent
 from gpulayer.core.cluster.apply import Accepted
 from gpulayer.core.cluster.commands import AdmitNode, Command, CreateCluster, ReplicaEnded, ReplicaReleased
-from gpulayer.core.leader import Leader, ProposalFailed, Propose, StateAdvanced
+from gpulayer.core.leader import Leader, LeaderEvent, PlaceableChanged, ProposalFailed, Propose, StateAdvanced
 from gpulayer.core.replica.messages import (
     AgentEffect,
     AgentEvent,
@@ -89,7 +89,7 @@ class Daemon:
         self._agent = Agent(self.node_id, config.advertise)
         self._agent_inbox: Inbox[AgentEvent] = Inbox()
         self._leader = Leader(self.node_id)
-        self._leader_inbox: Inbox[StateAdvanced | ProposalFailed] = Inbox()
+        self._leader_inbox: Inbox[LeaderEvent] = Inbox()
         self._supervisor = Supervisor(
             data_dir=data.path,
             node_id=self.node_id,
@@ -328,11 +328,17 @@ class Daemon:
                     ReplicaReleased(job=attempt.replica.job, replica=attempt.replica.index, attempt=attempt.attempt)
                 )
             case Announce():
-                self._announce(attempt, done)
+                # The end of what was ordered is told by the log, among the other things that are agreed.
+                self._announce(attempt, done, to_feed=done.kind != "replica.ended" or effect.order is None)
             case _:
                 self._supervisor.perform(effect)
 
-    def _announce(self, attempt: AttemptId, said: Announce) -> None:
+    def _announce(self, attempt: AttemptId, said: Announce, *, to_feed: bool) -> None:
+        log.info(
+            said.kind, job=attempt.replica.job, replica=attempt.replica.index, attempt=attempt.attempt, text=said.text
+        )
+        if not to_feed:
+            return
         self._event_seq += 1
         self.events.add(
             [
@@ -349,9 +355,6 @@ class Daemon:
                     data=(*said.data, ("attempt", str(attempt.attempt))),
                 )
             ]
-        )
-        log.info(
-            said.kind, job=attempt.replica.job, replica=attempt.replica.index, attempt=attempt.attempt, text=said.text
         )
 
     def _commit_report(self, command: ReplicaEnded | ReplicaReleased) -> None:
@@ -374,7 +377,11 @@ class Daemon:
         try:
             await proposal.wait()
         except GpulayerError as error:
-            log.warning("plan.not_committed", reason=error.message)
+            if self._voter.failed is None:
+                log.warning("plan.not_committed", reason=error.message)
+            else:
+                # For good, and said already: nothing can be placed any more.
+                self._leader_inbox.put_nowait(PlaceableChanged(placeable=self.placeable()))
             self._leader_inbox.put_nowait(ProposalFailed(command=proposal.command))
 
 

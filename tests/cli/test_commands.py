@@ -319,6 +319,223 @@ def test_a_table_fits_the_terminal_and_is_whole_elsewhere(daemon: Daemon) -> Non
     daemon.cli("job", "cancel", "wide")
 
 
+# --- what is told while one waits ---------------------------------------------------------------------------------
+
+
+def test_the_first_run_that_fails_is_explained_and_each_restart_is_one_line(daemon: Daemon) -> None:
+    """Somebody submitted a service that crashed at once, and saw "restarting" for ever without a cause."""
+    script = "for i in 1 2 3 4 5 6 7; do echo line $i; done; echo the cause >&2; exit 3"
+    done = daemon.cli("submit", "--service", "--name", "loop", "--wait", "5s", "--", "sh", "-c", script)
+    assert done.returncode == 124
+    lines = done.stderr.splitlines()
+    assert re.fullmatch(r"replica 0: exited with code 3 after .*; restarts in 1 s", lines[0])
+    assert lines[1:6] == ["  line 4", "  line 5", "  line 6", "  line 7", "  the cause"]
+    assert lines[6] == "hint: `gpulayer job logs loop --previous` shows what it wrote"
+    assert lines[7].startswith("it is restarted until it is cancelled: Ctrl-C leaves it, `gpulayer job cancel loop`")
+    assert [line.partition("; ")[2] for line in lines[8:-2]] == ["restarts in 2 s", "restarts in 4 s"][
+        : len(lines) - 10
+    ]
+    status = daemon.cli("job", "status", "loop").stdout
+    assert status.count("reason: ") == 1
+    assert status.count("the cause") == 2  # in the command, and in the last lines: those of the last run only
+    # Right after a crash, while the next start is waited for: all of the runs are over.
+    previous = daemon.cli("job", "logs", "loop", "--previous").stdout
+    assert previous.count("the cause") >= 3
+    assert len([line for line in previous.splitlines() if "exited with code 3" in line]) == previous.count("the cause")
+    assert daemon.cli("job", "logs", "loop", "--previous", "--tail", "2").stdout.splitlines()[0].startswith("--- run ")
+    daemon.cli("job", "cancel", "loop", "--wait", "10s")
+
+
+def test_a_service_that_is_never_ready_or_cannot_start_is_explained_as_well(daemon: Daemon) -> None:
+    for name, words in (
+        ("mute-2", ("--start-timeout", "1s", "--", "sh", "-c", "echo loading; exec sleep 300")),
+        ("absent-2", ("--", "no-such-program")),
+    ):
+        done = daemon.cli("submit", "--service", "--name", name, "--wait", "3s", *words)
+        assert done.returncode == 124
+        assert done.stderr.count("it is restarted until it is cancelled") == 1
+        assert done.stderr.count("replica 0: placed on n1") <= 1
+        assert ("  loading\n" in done.stderr) == (name == "mute-2")
+    daemon.cli("job", "cancel", "mute-2", "absent-2", "--wait", "10s")
+
+
+def test_what_the_present_run_writes_is_no_previous_output(daemon: Daemon) -> None:
+    script = "echo run of $GPULAYER_RUN_ID; test -e once || { touch once; exit 1; }; exec sleep 300"
+    assert daemon.cli("submit", "--service", "--no-port", "--name", "second", "sh", "-c", script).returncode == 0
+    wait_for(lambda: daemon.replica("second")["run"] == 2 and daemon.replica("second")["state"] == "ready")
+    for words in ((), ("--tail", "100")):
+        previous = daemon.cli("job", "logs", "second", "--previous", *words).stdout
+        assert previous.count("run of ") == 1
+        assert "run 2" not in previous
+    assert daemon.cli("job", "logs", "second").stdout.count("run of ") == 2
+    daemon.cli("job", "cancel", "second", "--wait", "10s")
+    assert daemon.cli("job", "logs", "second", "--previous").stdout.count("run of ") == 2
+
+
+def test_a_service_that_is_ready_at_once_is_told_in_one_line(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--service", "--name", "swift", "--", *SERVE)
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[-1] == f"replica 0: ready at {done.stdout.splitlines()[1]}"
+    assert set(done.stderr.splitlines()[:-1]) <= {"replica 0: placed on n1"}
+    daemon.cli("job", "cancel", "swift", "--wait", "10s")
+
+
+def test_two_replicas_on_one_node_are_told_what_would_help(daemon: Daemon) -> None:
+    done = daemon.cli(
+        "submit", "--service", "--no-port", "--replicas", "2", "--name", "apart", "--wait", "3s", "sleep", "300"
+    )
+    assert done.returncode == 124
+    assert done.stderr.count("\nhint: add a node, or submit with --spread any") + done.stderr.startswith("hint") == 2
+    assert "replica 1: waits: " in done.stderr
+    detached = daemon.cli("submit", "--detach", "--replicas", "2", "--name", "apart-too", "sleep", "300")
+    assert detached.returncode == 0
+    assert detached.stdout.startswith("j-")
+    assert "--spread any" in detached.stderr
+    status = daemon.cli("job", "status", "apart").stdout
+    assert "ready=1/2" in status
+    assert "ready=1/2" in daemon.cli("job", "status", "apart.0").stdout
+    daemon.cli("job", "cancel", "apart", "apart-too", "--wait", "10s")
+
+
+def test_what_can_never_run_is_a_warning_also_for_who_does_not_stay(daemon: Daemon) -> None:
+    detached = daemon.cli("submit", "--detach", "--gpus", "2", "--name", "never", "true")
+    assert detached.returncode == 0
+    assert "warning: replica 0 cannot ever run here: " in detached.stderr
+    assert "JOB" not in detached.stderr
+    assert "`gpulayer job explain never`" in detached.stderr
+    explained = daemon.cli("job", "explain", "never").stdout
+    assert "gpulayer job explain" not in explained
+    assert "`gpulayer status`" in explained
+    attached = daemon.cli("submit", "--gpus", "2", "--wait", "8s", "--name", "never-2", "true")
+    assert attached.returncode == 124
+    assert "gpulayer: still waiting: replica 0 is waiting: cannot ever run here" in attached.stderr
+    assert daemon.cli("submit", "--detach", "--name", "plain", "true").stderr == ""
+    done = daemon.cli("job", "cancel", "never", "never-2")
+    assert done.returncode == 0
+    assert "job never-2 is cancelled" in done.stderr
+
+
+def test_a_file_of_this_directory_is_pointed_out_where_the_job_would_not_see_it(daemon: Daemon) -> None:
+    (daemon.home / "train.py").write_text("print('trained')\n")
+    done = daemon.cli("submit", "--", "python3", "train.py")
+    assert done.returncode == 2
+    note = "note: train.py is in this directory, but the job runs in a sandbox of its own; add --workdir ."
+    assert note in done.stderr.splitlines()
+    done = daemon.cli("submit", "--workdir", ".", "--", "python3", "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
+    assert "note:" not in daemon.cli("submit", "--", "echo", "data").stderr
+
+
+def test_who_stays_hears_that_the_daemon_is_away_and_that_it_is_back(tmp_path: Path) -> None:
+    own = Daemon(tmp_path).start()
+    try:
+        own.cli("submit", "--name", "on", *SLEEP)
+        own.submit(["sleep", "300"], kind="batch", name="bat")
+        commands = [
+            start(own, *words)
+            for words in (
+                ("job", "logs", "-f", "on"),
+                ("job", "wait", "on"),
+                ("job", "endpoints", "--watch", "on"),
+                ("events", "-f"),
+                ("submit", "--", "sleep", "300"),
+            )
+        ]
+        wait_for(lambda: len(own.cli_json("job", "list")) == 3)
+        time.sleep(1)
+        own.kill9()
+        time.sleep(3)
+        own.start()
+        before = own.replica("on")
+        assert before["started_at_utc"] < time.time() - 3
+        assert re.search(r" up=\d+s", own.cli("job", "status", "on").stdout)
+        assert " up=0s" not in own.cli("job", "status", "on").stdout
+        time.sleep(3)
+        for command in commands:
+            os.killpg(command.pid, signal.SIGINT)
+            _, stderr = command.communicate(timeout=10)
+            assert stderr.count("no daemon answers; waiting for it to come back (") == 1, (command.args, stderr)
+            assert stderr.count("the daemon is back\n") == 1, (command.args, stderr)
+            assert "Traceback" not in stderr
+    finally:
+        own.end()
+
+
+def test_devices_are_listed_with_who_holds_them(tmp_path: Path) -> None:
+    config = '[[accelerators]]\nkind = "cuda"\nmodel = "NVIDIA H100 80GB HBM3"\nmemory = "80GiB"\ncount = 2\n'
+    own = Daemon(tmp_path, config=config).start()
+    try:
+        assert own.cli("submit", "--gpus", "0.5", "--name", "half", *SLEEP).returncode == 0
+        assert own.cli("submit", "--gpus", "1", "--name", "whole", *SLEEP).returncode == 0
+        lines = own.cli("status").stdout.splitlines()
+        rows = [re.split(r"\s{2,}", line) for line in lines if "80GiB" in line]
+        assert sorted(rows) == [
+            ["n1", "NVIDIA H100 80GB HBM3", "80GiB", "0", "whole.0"],
+            ["n1", "NVIDIA H100 80GB HBM3", "80GiB", "0.5", "half.0 0.5"],
+        ]
+        assert max(map(len, lines)) <= 80
+    finally:
+        own.end()
+
+
+def test_a_batch_that_did_what_it_was_to_do_gets_no_advice(daemon: Daemon) -> None:
+    daemon.cli("submit", "--name", "fine", "--", "sh", "-c", "echo 'a b'")
+    status = daemon.cli("job", "status", "fine").stdout
+    assert "reason" not in status
+    assert "hint" not in status
+    assert "command: sh -c 'echo '" in status
+    assert daemon.cli_json("job", "status", "fine")["reason"] is None
+    assert daemon.replica("fine")["started_at_utc"] > time.time() - 60
+    listed = daemon.cli("job", "list", "--state", "ended").stdout
+    assert re.search(r"^fine .* succeeded  -  ", listed, re.MULTILINE)
+    daemon.cli("submit", "--detach", "--name", "stopped", "--", "sh", "-c", "sleep 300; true")
+    daemon.wait_replica("stopped", lambda replica: replica["pid"] is not None)
+    daemon.cli("job", "cancel", "stopped", "--wait", "10s")
+    assert "background" not in daemon.cli("job", "status", "stopped").stdout
+
+
+def test_a_program_that_is_not_there_is_told_without_the_whole_path(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--name", "absent", "no-such-program-anywhere")
+    assert done.returncode == 125
+    assert "command 'no-such-program-anywhere' was not found in PATH\n" in done.stderr
+    assert "looked up in the PATH of the job" in done.stderr
+
+
+def test_several_jobs_are_cancelled_or_none_where_a_name_is_wrong(daemon: Daemon) -> None:
+    for name in ("many-1", "many-2"):
+        assert daemon.cli("submit", "--detach", "--name", name, *SLEEP).returncode == 0
+    assert daemon.cli("job", "cancel", "many-1", "many-2", "nobody").returncode == 4
+    assert daemon.job("many-1")["state"] != "cancelled"
+    done = daemon.cli("job", "cancel", "many-1", "many-2", "--wait", "20s", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [job["state"] for job in json.loads(done.stdout)] == ["cancelled", "cancelled"]
+    again = daemon.cli("job", "cancel", "many-1")
+    assert again.returncode == 5
+
+
+def test_a_live_job_is_what_is_meant_rather_than_one_that_ended(daemon: Daemon) -> None:
+    daemon.cli("submit", "--name", "serve-one", "true")
+    assert daemon.cli("submit", "--name", "serving-one", *SLEEP).returncode == 0
+    done = daemon.cli("job", "status", "srve-one")
+    assert "hint: did you mean serving-one?\n" in done.stderr
+    daemon.cli("job", "cancel", "serving-one", "--wait", "10s")
+
+
+def test_a_token_that_is_missing_is_asked_for_in_words_of_the_command_line(daemon: Daemon) -> None:
+    port = json.loads((daemon.data_dir / "api.json").read_text())["port"]
+    done = daemon.cli("status", "--url", f"http://127.0.0.1:{port}")
+    assert done.returncode == 5
+    assert "hint: give --token or set GPULAYER_TOKEN" in done.stderr
+
+
+def test_a_wrong_declaration_names_its_file_and_the_nearest_key(tmp_path: Path) -> None:
+    own = Daemon(tmp_path, config='[[accelerators]]\nkind = "cuda"\nmodle = "H100"\nmemory = "80GiB"\n')
+    done = own.cli("up", "--config", str(own.config_path), "--data-dir", str(own.data_dir))
+    assert done.returncode == 2
+    assert f"{own.config_path}: accelerators: entry 1: 'modle' is unknown" in done.stderr
+    assert "did you mean model?" in done.stderr
+
+
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,11 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
         (["submit", "--detach", "--label", "zone", "--", "ls"], 2, "write it like --label zone=a"),
         (["token", "create", "--role", "root"], 2, ""),
         (["job", "status"], 2, ""),
-        (["frobnicate"], 2, "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, token"),
+        (
+            ["frobnicate"],
+            2,
+            "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, token",
+        ),
         (["job", "frob"], 2, "commands: list, status, logs, endpoints, events, explain, wait, restart, cancel"),
         (["job", "cancel"], 2, "write gpulayer job cancel JOB"),
         (["job", "cancel", "web", "--wait"], 2, "--wait 30s"),

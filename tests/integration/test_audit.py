@@ -85,7 +85,7 @@ def test_a_supervisor_that_nobody_ordered_is_found_or_ended(daemon: Daemon) -> N
     daemon.wait_ready(job)
     daemon.kill9()
     (sandbox,) = (daemon.data_dir / "sandboxes").iterdir()
-    for name in ("log.db", "log.db-wal", "log.db-shm", "events.db", "events.db-wal", "events.db-shm"):
+    for name in ("cluster.json", "log.db", "log.db-wal", "log.db-shm", "events.db", "events.db-wal", "events.db-shm"):
         (daemon.data_dir / name).unlink(missing_ok=True)
     daemon.start()
     daemon.wait_nothing_left()

@@ -29,7 +29,7 @@ def test_five_services_that_fail_differently_have_five_reasons(daemon: Daemon) -
         assert status["reason"]["hint"]
         shown = daemon.cli("job", "status", job).stdout
         assert "task=0" in shown
-        assert status["reason"]["text"].split()[0] in shown
+        assert status["replicas"][0]["reason"]["text"] in shown
 
 
 def test_a_command_that_cannot_be_executed_says_which_and_why(daemon: Daemon, tmp_path: Path) -> None:

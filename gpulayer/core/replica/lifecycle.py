@@ -463,7 +463,7 @@ def _withdrawn(life: Lifecycle, reason: Reason) -> Step:
             # The signal is sent, its grace runs; only what follows is another thing now.
             return replace(life, phase=Stopping(process=process, reason=reason, cancelled=True)), []
         case BackingOff(gone=True):
-            return _cancelled(life, reason, None, gone=True)
+            return _cancelled(life, reason, life.last_exit, gone=True)
         case BackingOff(gone=False):
             nothing = Process(pid=None, port=None, started=Instant(0.0), started_at_utc=0.0)
             exit = life.last_exit if life.last_exit is not None else Exit(run=life.run)
@@ -725,7 +725,7 @@ def _end(
     gone: bool,
 ) -> Step:
     warning = life.exit_warning
-    if warning is not None and exit is not None:
+    if warning is not None and exit is not None and result != "cancelled":
         # A success has no other reason worth telling; a failure keeps its own, and the warning may explain it.
         code = warning.code if result == "succeeded" else reason.code
         text = f"{reason.text or reason.code}; {warning.text}"

@@ -17,7 +17,19 @@ from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import AttemptId, JobId, ReplicaId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import REASON_CODES, Endpoint, Exit, Outcome, Reason, ReplicaStatus
-from tests.core.cluster.states import CANCELLED, Cluster, admit, batch, ended, failed, gpu, service, states, submit, succeeded
+from tests.core.cluster.states import (
+    CANCELLED,
+    Cluster,
+    admit,
+    batch,
+    ended,
+    failed,
+    gpu,
+    service,
+    states,
+    submit,
+    succeeded,
+)
 
 REPLICA_STATES = ("waiting", "assigned", "starting", "ready", "unready", "backing_off", "stopping", "ended")
 

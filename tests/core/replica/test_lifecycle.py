@@ -259,9 +259,7 @@ def test_a_crashed_service_is_restarted_after_a_second_and_says_why() -> None:
     story = Story(service(max_restarts=3))
     story.start()
     effects = story.exit(1)
-    assert [e.text for e in effects if isinstance(e, Note)] == [
-        "restarts in 1 s (0 of 3 restarts used)"
-    ]
+    assert [e.text for e in effects if isinstance(e, Note)] == ["restarts in 1 s (0 of 3 restarts used)"]
     assert story.announced() == ["replica.exited", "replica.backing_off"]
     assert story.status.next_start_at_utc == story.utc + 1.0
     story.gone()
