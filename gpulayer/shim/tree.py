@@ -132,8 +132,8 @@ def remove_cgroup(path: str) -> bool:
 
 
 def renew_cgroup(path: str) -> None:
-    """The same cgroup, if it is empty, without its past: since Linux 6.14 what is born in one that was ever killed
-    is killed as well (its kill_seq is compared with that of the parent's cgroup)."""
+    """The same cgroup, if it is empty, without its past: what is born in one that was ever killed is killed as well
+    (seen on Linux 6.18; docs/decisions/0006)."""
     if remove_cgroup(path):
         try:
             os.makedirs(path, 0o755, exist_ok=True)  # its parent may have gone meanwhile, as an empty one
