@@ -201,7 +201,7 @@ async def restart(request: Request) -> Response:
         raise InvalidRequest(
             f"replicas: {shown(list(listed))} and {job.name}.{index} are not the same", hint="leave out one of them"
         )
-    if job.spec.kind == "batch":
+    if job.spec.kind == "batch" and job.is_live:
         raise Refused(
             f"{job.name} is a batch, which runs once", hint="cancel it and submit it again; only a service is restarted"
         )

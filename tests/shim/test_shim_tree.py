@@ -306,7 +306,7 @@ def test_both_ways_to_look_for_descendants_agree() -> None:
 
 
 def test_a_run_lives_in_a_cgroup_that_was_killed_before(new_attempt: Any, cgroup: str, eventually: Any) -> None:
-    """Since Linux 6.14 what is born in a cgroup that was ever killed is killed too: after one stop that needed SIGKILL
+    """On Linux 6.18 what is born in a cgroup that was ever killed is killed too: after one stop that needed SIGKILL
     no later run of that replica lived for longer than an instant."""
     attempt = new_attempt(cgroup=cgroup)
     begin(attempt, TREES["all ignore the signal"])

@@ -27,6 +27,11 @@ from gpulayer.wire import http
 text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
 names = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=63)
 pairs = st.dictionaries(text.filter(lambda key: key and "=" not in key), text, max_size=3).map(sorted_pairs)
+variables = st.dictionaries(
+    st.text("ABCDEFGHIJ_abcé0123", min_size=1, max_size=8).filter(lambda name: name not in ("PORT", "HOST")),
+    text,
+    max_size=3,
+).map(sorted_pairs)
 seconds = st.none() | st.floats(0.001, 1e8, allow_nan=False)
 
 
@@ -55,7 +60,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         kind=kind,  # type: ignore[arg-type]
         name=draw(names),
         argv=(draw(text.filter(bool)), *draw(st.lists(text, max_size=3))),
-        env=draw(pairs),
+        env=draw(variables),
         workdir=draw(st.none() | text.map(lambda path: "/" + path)),
         replicas=draw(st.integers(1, 10_000)),
         requirements=draw(requirements()),
