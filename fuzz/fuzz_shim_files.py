@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 
 from gpulayer.shim import log_format, notes, requests
 
 
 def one(data: bytes) -> None:
-    note = notes._parse(data)
+    note = notes.parse(data)
     assert note is None or isinstance(note, dict)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        content = None
-    if content is not None:
-        # The file is read by read_attempt, which turns these into BadAttempt.
-        with suppress(ValueError, TypeError, KeyError, requests.BadRequest):
-            requests._parse_attempt(content)
+    with suppress(requests.BadAttempt):
+        requests.parse_attempt(data)
     log_format.segment_offset(data)
     position = 0
     while position < min(len(data), 4096):

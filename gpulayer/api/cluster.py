@@ -114,13 +114,13 @@ async def _leave(node: NodeFacade) -> AsyncIterator[Sequence[Item]]:
             break
         if left != last_said:
             last_said, said_at = left, trio.current_time()
-            yield [Item({"state": "stopping", "left": left})]
+            yield [Item.of({"state": "stopping", "left": left})]
         elif trio.current_time() - said_at >= KEEPALIVE_SECONDS:
             said_at = trio.current_time()
             yield KEEPALIVE
         with trio.move_on_after(KEEPALIVE_SECONDS):
             await node.wait_for_change(seen)
-    yield [Item({"state": "left"})]
+    yield [Item.of({"state": "left"})]
 
 
 async def _stop_all(node: NodeFacade) -> None:

@@ -58,7 +58,7 @@ async def _events(
         if page.items:
             if left is not None:
                 left -= len(page.items)
-            yield [Item(_document(node, event, offset), offset) for offset, event in page.items]
+            yield [Item.of(_document(node, event, offset), offset) for offset, event in page.items]
         elif not follow:
             return
         elif await news_or_none(partial(node.events.wait_for_more, written)) is None:

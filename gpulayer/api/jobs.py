@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import trio
 from starlette.requests import Request
@@ -47,6 +48,9 @@ from gpulayer.wire.http import (
 REPLICAS_WITH_LINES_MAX = 16
 LAST_LINES = 20
 LAST_LINE_CHARS_MAX = 2000
+# A busy node changes hundreds of times a second, and a look at a job of 10,000 replicas takes 0.1 s: whoever watches
+# one looks for a tenth of the time at most. At a job of a few replicas that is a millisecond.
+PAUSE_PER_LOOK = 9.0
 
 _threads = trio.CapacityLimiter(4)
 
@@ -115,16 +119,19 @@ async def watch_job(request: Request) -> Response:
 async def _statuses(moments: Moments, job_id: JobId) -> AsyncIterator[Sequence[Item]]:
     shown_last: JobView | None = None
     while True:
+        began = perf_counter()
         moment = moments.now()
         job = moment.state.jobs.get(job_id)
         if job is None:
             return  # ended, and forgotten since
         view = _without_countdown(moment.view(job))
-        if view != shown_last:
+        is_news, took_seconds = view != shown_last, perf_counter() - began
+        if is_news:
             shown_last = view
-            yield [Item(await _status(moment, job))]
+            yield [Item.of(await _status(moment, job))]
         if job.outcome is not None:
             return
+        await trio.sleep(took_seconds * PAUSE_PER_LOOK)
         if await news_or_none(partial(moments.node.wait_for_change, moment.version)) is None:
             yield KEEPALIVE
 
@@ -250,7 +257,7 @@ async def _endpoints(moments: Moments, job_id: JobId) -> AsyncIterator[Sequence[
         listed = [(replica.index, str(replica.endpoint)) for replica in view.replicas if replica.endpoint is not None]
         if listed != last:
             last = listed
-            yield [Item(endpoints_to_json(view, moment.node.verified_seconds_ago()))]
+            yield [Item.of(endpoints_to_json(view, moment.node.verified_seconds_ago()))]
         if job.outcome is not None:
             return
         if await news_or_none(partial(moments.node.wait_for_change, moment.version)) is None:

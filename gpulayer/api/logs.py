@@ -33,8 +33,9 @@ TAIL_MAX = 1_000_000
 
 T = TypeVar("T")
 
-# Readers share few threads, so that a disk that hangs takes these and no others.
-_threads = trio.CapacityLimiter(4)
+# Readers share few threads, so that a disk that hangs takes these and no others. Python runs one at a time anyway, and
+# the event loop waits for its turn among them: with four, 100 readers of long logs held up all else twice as long.
+_threads = trio.CapacityLimiter(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Aske
     replicas = tuple(range(len(job.replicas))) if chosen is None else (chosen,)
     if len(replicas) > REPLICAS_MAX:
         raise InvalidRequest(
-            f"{job.name} has {len(replicas)} replicas, logs of at most {REPLICAS_MAX} are merged", hint="add replica=0"
+            f"{job.name} has {len(replicas)} replicas, logs of at most {REPLICAS_MAX} are merged",
+            hint=f"ask for one of them: gpulayer job logs {job.name} --replica 0 (over HTTP: replica=0)",
         )
     previous, run = query.flag("previous"), query.count("run", least=1, most=2**31)
     if previous and run is not None:
@@ -174,10 +176,9 @@ async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncI
             is_last = not asked.follow or _is_over(node, asked)
             if is_last:
                 await _in_thread(merge.until_now)
-            if is_last or merge.has_news():
-                while batch := await _in_thread(merge.batch):
-                    yield _items(filter(asked.is_wanted, batch))
-                    interval, quiet_since = POLL_SECONDS_LEAST, trio.current_time()
+            while (items := await _in_thread(partial(_next, merge, asked, is_last=is_last))) is not None:
+                yield items
+                interval, quiet_since = POLL_SECONDS_LEAST, trio.current_time()
             if await _go_to_newer_attempts(node, asked, merge):
                 continue
             if is_last:
@@ -193,6 +194,12 @@ async def _lines(node: NodeFacade, asked: _Asked, first: list[Wanted]) -> AsyncI
             interval = min(POLL_SECONDS_MOST, interval * 1.5)
     finally:
         merge.close()
+
+
+def _next(merge: Merge, asked: _Asked, *, is_last: bool) -> Sequence[Item] | None:
+    """None where there is nothing more now. Also makes the JSON: called in a thread, as all that takes long."""
+    batch = merge.batch() if is_last else merge.news()
+    return _items(filter(asked.is_wanted, batch)) if batch else None
 
 
 async def _tail(merge: Merge, count: int, asked: _Asked) -> list[Json]:
@@ -239,7 +246,7 @@ def _has_ended(node: NodeFacade, job: Job, index: int, run: int | None) -> bool:
 
 
 def _items(lines: Iterable[Json]) -> Sequence[Item]:
-    return [Item(line, line["offset"]) for line in lines]
+    return [Item.of(line, line["offset"]) for line in lines]
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -38,9 +38,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    document: object
+    encoded: bytes
+    """One document as JSON. Made by whoever has it, because logs are read, and made JSON of, in threads."""
     offset: str = ""
     """Where to go on after this one (`after=`, and SSE's Last-Event-ID)."""
+
+    @classmethod
+    def of(cls, document: object, offset: str = "") -> Item:
+        return cls(dump(document), offset)
 
 
 KEEPALIVE: Sequence[Item] = ()
@@ -120,7 +125,7 @@ def _chunks(items: Sequence[Item], sse: bool) -> list[bytes]:
     pending: list[bytes] = []
     size = 0
     for item in items:
-        encoded = _as_sse(item) if sse else dump(item.document) + b"\n"
+        encoded = _as_sse(item) if sse else item.encoded + b"\n"
         pending.append(encoded)
         size += len(encoded)
         if size >= CHUNK_BYTES:
@@ -134,7 +139,7 @@ def _chunks(items: Sequence[Item], sse: bool) -> list[bytes]:
 def _as_sse(item: Item) -> bytes:
     # A JSON document has no newline in it, so that one data line is enough.
     offset = f"id: {item.offset}\n".encode() if item.offset else b""
-    return offset + b"data: " + dump(item.document) + b"\n\n"
+    return offset + b"data: " + item.encoded + b"\n\n"
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

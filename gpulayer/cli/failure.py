@@ -8,6 +8,7 @@ because those belong to the job.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ NOT_THE_JOBS_OWN = 125
 INTERRUPTED = 128 + 2
 OUTPUT_CLOSED = 128 + 13
 """What a shell reports for SIGPIPE, which is how other programs end here."""
+
+_OUTPUT_REFUSED = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 _CODES: tuple[tuple[type[GpulayerError], int], ...] = (
     (InvalidRequest, WORDS_WRONG),
@@ -79,9 +82,14 @@ def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at its end, and would complain about it then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return OUTPUT_CLOSED
+    except OSError as error:
+        # All else that reads or writes says itself what it could not do.
+        if error.errno not in _OUTPUT_REFUSED:
+            raise
+        _give_up_output()
+        return _tell(GpulayerError(f"cannot write the output: {error.strerror}"), is_attached_batch(words))
     except Exception as error:
         # Named only here, because importing it costs more than some commands take in all.
         from cyclopts import CycloptsError
@@ -89,6 +97,11 @@ def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
         if not isinstance(error, CycloptsError):
             raise
         return _tell(_as_invalid(error, words), is_attached_batch(words))
+
+
+def _give_up_output() -> None:
+    """Python flushes stdout once more at its end, and would complain about it then."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell(error: GpulayerError, attached: bool) -> int:

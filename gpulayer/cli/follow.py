@@ -14,7 +14,7 @@ from gpulayer.cli.jobs import exit_text, log_text
 from gpulayer.cli.render import clean, note, reason_sentence, say, say_json
 from gpulayer.client.logs import LogLine
 from gpulayer.client.sync import ENDED_STATES, Document, Job, ended, is_all_ready, waiting_for
-from gpulayer.model.errors import GpulayerError, JobEnded, WaitTimeout
+from gpulayer.model.errors import GpulayerError, JobEnded, Unreachable, WaitTimeout
 from gpulayer.model.units import format_duration
 
 # Reasons that every healthy start passes through; worth words only when they stay.
@@ -317,23 +317,34 @@ class _Output(threading.Thread):
                     if self._is_over:
                         return
                     self._show(line)
-        except BrokenPipeError as error:
-            # Nobody reads any more: the main thread ends the command. A signal, because it is inside a system call.
+        except OSError as error:
+            # Nobody reads any more, or there is no room: the main thread ends the command. A signal, because it is
+            # inside a system call.
             self.failed = error
             main_thread = threading.main_thread().ident
             assert main_thread is not None
             signal.pthread_kill(main_thread, signal.SIGINT)
-        except GpulayerError as error:
+        except Unreachable as error:
+            # The rest is fetched at the end.
             self.failed = error
+        except GpulayerError as error:
+            note(f"{_BatchProgress.prefix}its output is not shown here: {clean(error.message)}")
+            if error.hint:
+                note(f"hint: {clean(error.hint)}")
 
     def finish(self) -> None:
-        """Show what is left; nothing is shown after this returned."""
+        """Show what is left; nothing is shown after this returned. Raises nothing of the daemon's: the batch has ended,
+        and its exit code is known.
+        """
         self.join(_LOG_END_SECONDS_MAX)
         with self._lock:
             self._is_over = True
         if self.is_alive() or self.failed is not None:
-            for line in self._job.logs(after=self._last):
-                self._show(line)
+            try:
+                for line in self._job.logs(after=self._last):
+                    self._show(line)
+            except GpulayerError as error:
+                note(f"{_BatchProgress.prefix}the end of its output is not shown: {clean(error.message)}")
 
     def _show(self, line: LogLine) -> None:
         self._last = line.offset
@@ -372,7 +383,7 @@ def until_ended(job: Job, wait_seconds: float | None, *, replicas: int) -> int:
             f"stop it with: gpulayer job cancel {job.name}",
         ) from None
     except KeyboardInterrupt:
-        if isinstance(output.failed, BrokenPipeError):
+        if isinstance(output.failed, OSError):
             raise output.failed from None
         raise left_running(job) from None
     finally:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.failure import SubmitFailed
+from gpulayer.cli.failure import Interrupted, SubmitFailed
 from gpulayer.cli.options import key_value
 from gpulayer.cli.render import clean, note, pairs, say, say_json
 from gpulayer.client.requests import RETRY_OF_BATCH, RETRY_OF_SERVICE, JobRequest, Retry, batch, service
@@ -128,36 +128,8 @@ def submit(
     json
         One JSON document.
     """
-    flags = {
-        "service": service or None,
-        "name": name,
-        "replicas": replicas,
-        "accelerator": accelerator,
-        "gpus": gpus,
-        "gpu_model": list(gpu_model) or None,
-        "gpu_memory": gpu_memory,
-        "vendor": vendor,
-        "cpus": cpus,
-        "memory": memory,
-        "label": list(label) or None,
-        "no_port": no_port or None,
-        "restart": restart,
-        "max_restarts": max_restarts,
-        "retry_max_attempts": retry_max_attempts,
-        "spread": spread,
-        "priority": priority,
-        "on_replica_end": on_replica_end,
-        "timeout": timeout,
-        "start_timeout": start_timeout,
-        "env": list(env) or None,
-        "env_file": list(env_file) or None,
-        "workdir": workdir,
-        "stop_signal": stop_signal,
-        "stop_grace": stop_grace,
-        "command": list(command) or None,
-    }
-    keys = _from_file(file) if file is not None else {}
-    keys = _merged(keys, {key: value for key, value in flags.items() if value is not None})
+    asked = _asked(locals())
+    keys = asked if file is None else _merged(_from_file(file), asked)
     is_attached_batch = not keys.get("service") and not detach and not dry_run
     try:
         if is_attached_batch and json:
@@ -165,23 +137,44 @@ def submit(
         if detach and wait is not None:
             raise InvalidRequest("--wait and --detach exclude each other", hint="leave out one of them")
         wait_seconds = None if wait is None else parse_duration(wait, "wait")
-        request = request_from_keys(keys)
-        client = connection.client()
+        request, client = request_from_keys(keys), connection.client()
         _check_workdir(request, client)
         _tell_of_files_here(request, client)
         if dry_run:
             return _say_dry_run(client.dry_run(request), json=json)
-        answer = client.submit_document(request)
-        if detach:
-            if json:
-                say_json(answer)
-            else:
-                say(answer["id"])
-            _warn_of_what_waits(Job(client, answer["id"], answer["name"]))
-            return 0
-        return _stay(Job(client, answer["id"], answer["name"]), request, wait_seconds, json=json)
+        answer = _submitted(client, request)
+        job = Job(client, answer["id"], answer["name"])
+        return _detach(job, answer, json=json) if detach else _stay(job, request, wait_seconds, json=json)
     except GpulayerError as error:
         raise SubmitFailed(error, is_attached_batch=is_attached_batch) from error
+
+
+def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given of the options that describe the job, as the keys of a job file."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in options.items()
+        if key in _FILE_KEYS and value is not None and value is not False and value != ()
+    }
+
+
+def _submitted(client: Client, request: JobRequest) -> Document:
+    try:
+        return client.submit_document(request)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"the daemon had not said yet whether it took the job {request.spec.name}",
+            hint="if it did, it goes on: see gpulayer job list",
+        ) from None
+
+
+def _detach(job: Job, answer: Document, *, json: bool) -> int:
+    if json:
+        say_json(answer)
+    else:
+        say(answer["id"])
+    _warn_of_what_waits(job)
+    return 0
 
 
 def _stay(job: Job, request: JobRequest, wait_seconds: float | None, *, json: bool) -> int:

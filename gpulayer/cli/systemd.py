@@ -14,7 +14,7 @@ from gpulayer.model.errors import GpulayerError, InvalidRequest, PermissionDenie
 UNIT_PATH = "/etc/systemd/system/gpulayer.service"
 
 # KillMode=process: stopping or restarting the daemon must not end replicas; their shims, in this unit's cgroup, go on,
-# and a   new daemon finds them again.
+# and a new daemon finds them again.
 # Delegate=yes: the daemon makes cgroups of its own, one per replica.
 # WatchdogSec: the daemon says every few seconds that its loop still turns.
 # OOMScoreAdjust: the daemon is small and needed by all; let the kernel choose another. Replicas are set back to 0 at

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpulayer.client.transport import Open, Transport
+from gpulayer.client.transport import NoAnswer, Open, Transport
 from gpulayer.model.errors import GpulayerError, Unreachable, WaitTimeout
 
 # The daemon sends an empty line after 15 s without a document; three of them missing is a peer that is gone.
@@ -21,6 +21,8 @@ IDLE_SECONDS_MAX = 45.0
 LINE_BYTES_MAX = 16 * 2**20
 _READ_BYTES = 256 * 1024
 
+# Whoever waits for no time at all asks how it is now, and the daemon needs a moment to say it.
+FIRST_SECONDS_LEAST = 1.0
 # A daemon that is restarted or upgraded is back in seconds; one that is not after a minute needs a person.
 RECONNECT_SECONDS_MAX = 60.0
 # A connection that lasted so long was no failed try of one.
@@ -81,46 +83,46 @@ def resumed_documents(
     *,
     deadline: float = math.inf,
     is_last: Callable[[Any], bool] = lambda document: False,
-    is_over: Callable[[], bool] = lambda: True,
     absence: Absence | None = None,
 ) -> Iterator[Any]:
     """The same over any number of connections. `path_after(last)` says where to go on; `last` is None before the first.
 
-    Ends after a document that `is_last`, or where the daemon ends the stream and `is_over()` agrees (a daemon that
-    stops ends its streams too). The first connection is tried once, so that a daemon that is not there is said at
-    once; a later one for a minute.
+    Ends after a document that `is_last`, or where the daemon ends the stream; one that stops, or dies, cuts it. The
+    first connection is tried once, so that a daemon that is not there is said at once; a later one for a minute.
+    WaitTimeout at `deadline`, but not before there was time for the first document.
     """
     last: Any = None
     lost_at: float | None = None
     delay_seconds = _RECONNECT_DELAY_SECONDS
+    first_by = max(deadline, time.monotonic() + FIRST_SECONDS_LEAST)
     while True:
         opened_at: float | None = None
+        until = first_by if last is None else deadline
         try:
-            opened = transport.open("GET", path_after(last), timeout_seconds=_patience(deadline))
+            opened = transport.open("GET", path_after(last), timeout_seconds=_patience(until))
             opened_at = time.monotonic()
             if absence is not None:
                 absence.is_over()
-            for document in _documents(opened, deadline):
+            for document in _documents(opened, deadline, first_by=until):
                 last, lost_at, delay_seconds = document, None, _RECONNECT_DELAY_SECONDS
                 yield document
                 if is_last(document):
                     return
-            if is_over():
-                return
+            return
         except Unreachable as error:
+            if isinstance(error, NoAnswer) and time.monotonic() >= until:
+                raise _waited() from None
             if lost_at is None and opened_at is None and last is None:
                 raise
-            failure: Unreachable | None = error
-        else:
-            failure = None
+            failure = error
         now = time.monotonic()
         if lost_at is None or (opened_at is not None and now - opened_at > _LASTED_SECONDS):
             # It was there for a while, silent: what is lost now is lost anew.
             lost_at, delay_seconds = now, _RECONNECT_DELAY_SECONDS
-        if failure is not None and now - lost_at > RECONNECT_SECONDS_MAX:
+        if now - lost_at > RECONNECT_SECONDS_MAX:
             raise failure
         if now >= deadline:
-            raise WaitTimeout("waited long enough", hint="what was waited for goes on")
+            raise _waited()
         if absence is not None:
             absence.lasts(now - lost_at)
         time.sleep(min(_pause(delay_seconds, now - lost_at), max(0.0, deadline - now)))
@@ -138,18 +140,24 @@ def _patience(deadline: float) -> float:
     return max(0.001, min(IDLE_SECONDS_MAX, deadline - time.monotonic()))
 
 
-def _documents(opened: Open, deadline: float) -> Iterator[Any]:
+def _waited() -> WaitTimeout:
+    return WaitTimeout("waited long enough", hint="what was waited for goes on")
+
+
+def _documents(opened: Open, deadline: float, *, first_by: float = -math.inf) -> Iterator[Any]:
+    """`first_by`: how long the first document may take, if that is later than `deadline`."""
     pending = b""
+    until = max(deadline, first_by)
     try:
         while True:
-            if time.monotonic() >= deadline:
-                raise WaitTimeout("waited long enough", hint="what was waited for goes on")
-            opened.socket.settimeout(_patience(deadline))
+            if time.monotonic() >= until:
+                raise _waited()
+            opened.socket.settimeout(_patience(until))
             try:
                 chunk = opened.response.read1(_READ_BYTES)
             except TimeoutError:
-                if time.monotonic() >= deadline:
-                    raise WaitTimeout("waited long enough", hint="what was waited for goes on") from None
+                if time.monotonic() >= until:
+                    raise _waited() from None
                 raise StreamLost("the daemon has been silent for too long", hint="see its log") from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 # ValueError: http.client's words for a chunk whose length was cut off.
@@ -159,6 +167,7 @@ def _documents(opened: Open, deadline: float) -> Iterator[Any]:
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
                 if line.strip():
+                    until = deadline
                     yield _document(line)
             if len(pending) > LINE_BYTES_MAX:
                 raise GpulayerError(f"a line of the stream is longer than {LINE_BYTES_MAX} bytes", hint="report this")

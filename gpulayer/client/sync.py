@@ -175,7 +175,7 @@ class Client:
             return _path(path, after=after if last is None else last["offset"], follow=int(follow) or None)
 
         if follow:
-            return resumed_documents(self._transport, path_after, is_over=lambda: False, absence=self.absence)
+            return resumed_documents(self._transport, path_after, absence=self.absence)
         return documents(self._transport, path_after(None))
 
 
@@ -209,7 +209,6 @@ class Job:
             lambda last: f"{self._path}/watch",
             deadline=_deadline(timeout),
             is_last=lambda status: status["state"] in ENDED_STATES,
-            is_over=lambda: False,
             absence=self._client.absence,
         )
 
@@ -234,7 +233,11 @@ class Job:
                 f"job {self.name} is not ready after {format_duration(wait)}: {waiting_for(status)}",
                 hint=f"it goes on; see gpulayer job explain {self.name}",
             ) from None
-        raise AssertionError("a watch ends with an ended state")
+        raise self._forgotten()
+
+    def _forgotten(self) -> NotFound:
+        """Where a watch ended without saying how the job did: it had ended long ago when it was to be told."""
+        return NotFound(f"job {self.name} ended, and is not kept any more", hint="see gpulayer events")
 
     def endpoint_documents(self) -> list[Document]:
         """The ready ones with `endpoint`, `replica`, `node`, `verified`, `age_seconds`."""
@@ -243,10 +246,7 @@ class Job:
     def watch_endpoints(self) -> Iterator[list[Document]]:
         """All of the ready ones, now and after every change, until the job ends."""
         return resumed_documents(
-            self._transport,
-            lambda last: f"{self._path}/endpoints?watch=1",
-            is_over=self._has_ended,
-            absence=self._client.absence,
+            self._transport, lambda last: f"{self._path}/endpoints?watch=1", absence=self._client.absence
         )
 
     def logs(
@@ -262,8 +262,8 @@ class Job:
         """What was written, oldest first: everything kept, or what is chosen.
 
         `previous`: of every run that has ended; `run`: of that one; `since`: UTC seconds; `tail`: the last so many
-        lines; `after`: behind the offset of a line. With `follow` it goes on until the job ends, also through a restart
-        of the daemon.
+        lines; `after`: behind the offset of a line. With `follow` it goes on until nothing more will be written, also
+        through a restart of the daemon.
         """
         from gpulayer.client.logs import log_line
 
@@ -280,9 +280,7 @@ class Job:
             )
 
         if follow:
-            found = resumed_documents(
-                self._transport, path_after, is_over=self._has_ended, absence=self._client.absence
-            )
+            found = resumed_documents(self._transport, path_after, absence=self._client.absence)
         else:
             found = documents(self._transport, path_after(None))
         return (log_line(line) for line in found)
@@ -302,7 +300,7 @@ class Job:
                 f"job {self.name} is still {state} after {format_duration(timeout or 0)}",
                 hint=f"it goes on; see gpulayer job status {self.name}",
             ) from None
-        raise AssertionError("a watch ends with an ended state")
+        raise self._forgotten()
 
     def cancel(self, wait: bool | float = False) -> Document:
         """Stop every replica. With `wait` (True, or seconds at most) returns once no process of it is left.
@@ -326,14 +324,6 @@ class Job:
     def explain(self) -> Document:
         """Why each replica is where and how it is: where it could and could not run, node by node, and its history."""
         return _as_document(self._transport.call("GET", f"{self._path}/explain"))
-
-    def _has_ended(self) -> bool:
-        try:
-            return self.status()["state"] in ENDED_STATES
-        except NotFound:
-            return True
-        except Unreachable:
-            return False
 
 
 def is_all_ready(status: Mapping[str, Any]) -> bool:

@@ -69,7 +69,7 @@ class Transport:
         """The document that is answered, None where there is none; raises what the answer says went wrong."""
         opened = self.open(method, path, body=body, headers=headers, timeout_seconds=timeout_seconds)
         try:
-            content = opened.response.read(ANSWER_BYTES_MAX)
+            content = _whole(opened.response)
         except (OSError, http.client.HTTPException) as error:
             raise self._no_answer(error) from error
         finally:
@@ -100,7 +100,7 @@ class Transport:
                 response = connection.getresponse()
                 if response.status < 400:
                     return Open(response, connected, connection)
-                content = response.read(ANSWER_BYTES_MAX)
+                content = _whole(response)
             except (OSError, http.client.HTTPException) as error:
                 raise self._no_answer(error) from error
         except BaseException:
@@ -170,6 +170,14 @@ class Transport:
             # The node speaks of headers; people do not write those.
             error.hint = "give --token or set GPULAYER_TOKEN; gpulayer token create, on the node itself, makes one"
         return error
+
+
+def _whole(response: http.client.HTTPResponse) -> bytes:
+    """The body. http.client says nothing of one that breaks off, where it was told how much to read."""
+    content = response.read(ANSWER_BYTES_MAX)
+    if response.length:
+        raise http.client.IncompleteRead(content, response.length)
+    return content
 
 
 def _connect_unix(path: str) -> socket.socket:

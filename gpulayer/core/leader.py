@@ -74,9 +74,7 @@ class _Inputs:
 class Leader:
     """Events in, proposals out. One plan is in flight at a time, and one ForgetJobs."""
 
-    def __init__(self, node_id: NodeId) -> None:
-        self.node_id = node_id
-        self.last_plan: Plan | None = None
+    def __init__(self) -> None:
         self._state = ClusterState()
         self._placeable: Mapping[NodeId, str] = {}
         self._planned: _Inputs | None = None
@@ -123,9 +121,8 @@ class Leader:
             return []
         self._planned = inputs
         if not inputs.waiting:
-            self.last_plan = None
             return []
-        self.last_plan = made = plan(self._state, self._placeable)
+        made = plan(self._state, self._placeable)
         if not made.placements:
             return []
         self._plan_in_flight = as_command(made)

@@ -11,8 +11,6 @@ from gpulayer.model.errors import InvalidRequest
 NodeId = NewType("NodeId", str)
 JobId = NewType("JobId", str)
 TokenId = NewType("TokenId", str)
-LogIndex = NewType("LogIndex", int)
-Term = NewType("Term", int)
 
 NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"

@@ -106,8 +106,10 @@ class JobSpec:
         checked_name(self.name)
         _check_command(self.argv, self.env)
         _check_reserved(self.env, has_port=self.port)
-        if self.workdir is not None and (not self.workdir.startswith("/") or "\0" in self.workdir):
-            raise InvalidRequest(f"workdir: {self.workdir!r} is not an absolute path", hint="write it from / on")
+        if self.workdir is not None:
+            if not self.workdir.startswith("/"):
+                raise InvalidRequest(f"workdir: {self.workdir!r} is not an absolute path", hint="write it from / on")
+            _check_string("workdir", self.workdir)
         if not 1 <= self.replicas <= REPLICAS_MAX:
             raise InvalidRequest(
                 f"replicas: {self.replicas} is not between 1 and {REPLICAS_MAX}", hint="write --replicas 2"

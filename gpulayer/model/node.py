@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.model.ids import NodeId
 
-AcceleratorKind = Literal["cuda", "rocm", "mps", "cpu"]
 ACCELERATOR_KINDS: tuple[str, ...] = ("cuda", "rocm", "mps", "cpu")
 VENDOR_OF_KIND = {"cuda": "nvidia", "rocm": "amd", "mps": "apple", "cpu": "cpu"}
 

@@ -80,10 +80,10 @@ def parse_size(text: str, what: str = "size") -> Mib:
             f"{what}: {text!r} is not a size",
             hint="write it like 24GiB, 512MiB or 80GB; units are KiB, MiB, GiB, TiB, KB, MB, GB, TB",
         )
-    mib = math.ceil(float(match[1]) * factor)
-    if mib > MIB_MAX:
-        raise InvalidRequest(f"{what}: {text!r} is more than 1 EiB", hint="write it like 24GiB")
-    return Mib(mib)
+    mib = float(match[1]) * factor
+    if mib > MIB_MAX:  # before it is rounded: infinity cannot be
+        raise InvalidRequest(f"{what}: {text!r:.80} is more than 1 EiB", hint="write it like 24GiB")
+    return Mib(math.ceil(mib))
 
 
 def format_size(mib: int) -> str:
@@ -99,8 +99,10 @@ def parse_gpus(value: str | int | float, what: str = "gpus") -> int:
     """GPUs per replica as milli-GPU: a share below one, or a whole number (a share of several would fit nobody)."""
     try:
         number = float(value)
-    except ValueError:
-        raise InvalidRequest(f"{what}: {value!r} is not a number", hint="write 1, 2, or a share such as 0.5") from None
+    except (ValueError, OverflowError):
+        raise InvalidRequest(
+            f"{what}: {value!r:.80} is not a number", hint="write 1, 2, or a share such as 0.5"
+        ) from None
     if not math.isfinite(number) or number < 0 or number > 1024:
         raise InvalidRequest(f"{what}: {value} is not between 0 and 1024", hint="write 1, 2, or a share such as 0.5")
     milli = round(number * MILLI)

@@ -23,7 +23,6 @@ from gpulayer.model.places import API_PORT, CONFIG_PATH, default_data_dir
 from gpulayer.model.units import MILLI, parse_count, parse_size
 from gpulayer.runtime.accelerators.declared import declared_accelerators
 
-LogFormat = Literal["auto", "json", "text"]
 LOG_FORMATS = ("auto", "json", "text")
 
 # Outside the range from which Linux takes ephemeral ports by default (32768-60999, ip(7)), so that an outgoing
@@ -67,8 +66,6 @@ class Config:
     disk_free_min_mib: int = 64
     log_format: str = "auto"
     abandon_state: bool = False
-    source: str = ""
-    """The file it was read from; empty: none."""
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -111,12 +108,7 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
     log_format = str(merged.get("log_format", "auto"))
     if log_format not in LOG_FORMATS:
         raise InvalidRequest(f"log_format: {log_format!r} is unknown", hint="use one of " + ", ".join(LOG_FORMATS))
-    labels = {str(key): str(value) for key, value in table.get("labels", {}).items()} | dict(options.labels)
-    for key in labels:
-        if not re.fullmatch(r"[A-Za-z0-9._/-]{1,63}", key):
-            raise InvalidRequest(
-                f"label: {key!r} is not a label's name", hint="use 1 to 63 of A-Z, a-z, 0-9, . _ / and -"
-            )
+    labels = _checked_labels({**table.get("labels", {}), **dict(options.labels)})
     resources, logs = table.get("resources", {}), table.get("logs", {})
     supervision, storage = table.get("supervision", {}), table.get("storage", {})
     cgroups = supervision.get("cgroups", "auto")
@@ -129,12 +121,12 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
     except InvalidRequest as error:
         raise InvalidRequest(f"{path}: {error.message}", hint=error.hint) from error
     return Config(
-        data_dir=Path(os.path.abspath(os.path.expanduser(data_dir))),
+        data_dir=_checked_data_dir(data_dir),
         bind=bind,
         advertise=advertise,
         api_port=parse_count(merged.get("api_port", API_PORT), "api_port", least=0, most=65535),
         name=checked_name(str(merged["name"])) if merged.get("name") else _host_name(),
-        labels=sorted_pairs(labels),
+        labels=labels,
         accelerators=accelerators,
         cpus_milli=_checked_cpus(resources["cpus"]) if "cpus" in resources else None,
         memory_mib=parse_size(resources["memory"], "resources.memory") if "memory" in resources else None,
@@ -146,7 +138,6 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
         disk_free_min_mib=parse_size(storage.get("free_min", "64MiB"), "storage.free_min"),
         log_format=log_format,
         abandon_state=options.abandon_state,
-        source=path,
         warnings=tuple(warnings),
     )
 
@@ -204,6 +195,25 @@ def _unknown_environment(environ: Mapping[str, str]) -> Iterable[str]:
             yield f"the environment variable {name} is not a setting of gpulayer: {_nearest(name, known)}"
 
 
+def _checked_data_dir(text: str) -> Path:
+    path = os.path.abspath(os.path.expanduser(text))
+    # It stands in reasons, which are text: they go into the log, and to people as JSON.
+    if not path.isprintable():
+        raise InvalidRequest(f"data_dir: {text!r} is not printable text", hint="choose another one with --data-dir")
+    return Path(path)
+
+
+def _checked_labels(labels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    for key, value in labels.items():
+        if not re.fullmatch(r"[A-Za-z0-9._/-]{1,63}", key):
+            raise InvalidRequest(
+                f"label: {key!r} is not a label's name", hint="use 1 to 63 of A-Z, a-z, 0-9, . _ / and -"
+            )
+        if not str(value).isprintable():
+            raise InvalidRequest(f"label {key}: {value!r:.80} is not printable text", hint="write it like zone=a")
+    return sorted_pairs({key: str(value) for key, value in labels.items()})
+
+
 def _checked_bind(text: str) -> str:
     address = _checked_address("bind", text)
     if not ipaddress.ip_address(address).is_loopback:
@@ -240,7 +250,7 @@ def _checked_bytes(value: int | str) -> int:
 
 
 def _checked_ports(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
     low, high = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1024 <= low <= high <= 65535:
         raise InvalidRequest(

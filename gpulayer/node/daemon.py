@@ -88,8 +88,10 @@ class Daemon:
         self._event_seq = 0
         self._agent = Agent(self.node_id, config.advertise)
         self._agent_inbox: Inbox[AgentEvent] = Inbox()
-        self._leader = Leader(self.node_id)
+        self._leader = Leader()
         self._leader_inbox: Inbox[LeaderEvent] = Inbox()
+        self._plan_trouble = ""
+        """Why plans are not committed now: said once, not with every try."""
         self._supervisor = Supervisor(
             data_dir=data.path,
             node_id=self.node_id,
@@ -176,7 +178,6 @@ class Daemon:
     async def audit(self) -> AuditReport:
         return await audit_host(
             data_dir=self._data.path,
-            node_id=self.node_id,
             orders=lambda: self._orders(self.state),
             statuses=self.statuses,
             now_utc=self.now_utc,
@@ -376,9 +377,12 @@ class Daemon:
     async def _plan_answered(self, proposal: Proposal) -> None:
         try:
             await proposal.wait()
+            self._plan_trouble = ""
         except GpulayerError as error:
             if self._voter.failed is None:
-                log.warning("plan.not_committed", reason=error.message)
+                if error.code != self._plan_trouble:
+                    log.warning("plan.not_committed", reason=error.message)
+                self._plan_trouble = error.code
             else:
                 # For good, and said already: nothing can be placed any more.
                 self._leader_inbox.put_nowait(PlaceableChanged(placeable=self.placeable()))
@@ -429,6 +433,8 @@ async def _main(config: Config, notifier: ServiceNotifier) -> int:
         open_data_dir(config.data_dir, abandon_state=config.abandon_state) as data,
         bind_sockets(unix_path=data.path / SOCKET_NAME, host=config.bind, port=config.api_port) as sockets,
     ):
+        for text in data.warnings:
+            log.warning("data_dir.changed", text=text)
         return await _start(config, data, sockets, notifier)
 
 

@@ -7,7 +7,7 @@ is different is only that a majority of one needs nobody's answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from gpulayer.model.ids import NodeId
 from gpulayer.runtime.failpoints import failpoint
 from gpulayer.runtime.log_store import Entry, HardState, LogStore, open_store
 from gpulayer.runtime.watch import Watch
-from gpulayer.wire.codec import DecodeError, decode, digest, encode
+from gpulayer.wire.codec import DecodeError, EncodeError, decode, digest, encode
 
 log = structlog.get_logger()
 
@@ -80,6 +80,7 @@ class SoleVoter:
         store: LogStore,
         state: ClusterState,
         term: int,
+        snapshot_index: int,
         *,
         now_utc: Callable[[], float],
         snapshot_every: int,
@@ -92,7 +93,7 @@ class SoleVoter:
         self._term = term
         self._now_utc = now_utc
         self._snapshot_every = snapshot_every
-        self._snapshot_index = 0
+        self._snapshot_index = snapshot_index
         self._on_events = on_events
         self._before_snapshot = before_snapshot
         self._queue: deque[Proposal] = deque()
@@ -158,37 +159,40 @@ class SoleVoter:
     async def _commit(self, batch: list[Proposal]) -> None:
         if self.failed is not None:
             raise _again(self.failed)
-        state, entries, answers = self.state.value, [], []
-        events: list[Event] = []
+        state, entries, events = self.state.value, list[Entry](), list[Event]()
+        answers: list[tuple[Proposal, Accepted | GpulayerError]] = []
+        ends_something = True
         stamp = max(state.time_utc, self._now_utc())
         for proposal in batch:
             entry = LogEntry(index=state.index + 1, term=self._term, at_utc=stamp, command=proposal.command)
             # On a value of our own that nobody sees until it is durable; so a command that makes no sense is refused
-            # without a place in the log.
-            applied = apply(state, entry)
-            if isinstance(applied.result, Rejected):
-                proposal.resolve(error_of(applied.result))
+            # without a place in the log. So is one that was done before; but what it was done by may be an entry of
+            # this batch, so no answer is given before those are durable.
+            result = (applied := apply(state, entry)).result
+            answers.append((proposal, error_of(result) if isinstance(result, Rejected) else result))
+            if isinstance(result, Rejected) or result.replayed:
                 continue
-            if applied.result.replayed:
-                proposal.resolve(applied.result)
+            try:
+                payload = encode(entry)
+            except EncodeError as error:
+                # One command that is no good must not take the voter away from all others.
+                answers[-1] = (proposal, InvalidRequest(f"the log cannot hold it: {error}", hint="report it, please"))
                 continue
             state = applied.state
             events.extend(applied.events)
-            entries.append(Entry(index=entry.index, term=entry.term, kind="command", payload=encode(entry)))
-            answers.append((proposal, applied.result))
+            entries.append(Entry(index=entry.index, term=entry.term, kind="command", payload=payload))
+            ends_something = ends_something and isinstance(proposal.command, ENDING)
         if not entries:
+            _resolve(answers)
             return
         # Cancellation must not leave it open whether the write that was begun is in the state (bounded by the disk;
         # a hung one is seen by the watchdog of the process).
         with trio.CancelScope(shield=True):
-            await self._store.append(
-                entries, ends_something=all(isinstance(proposal.command, ENDING) for proposal, _ in answers)
-            )
+            await self._store.append(entries, ends_something=ends_something)
         failpoint("voter.after_append")
         self.state.set(state)
         self._on_events(tuple(events))
-        for proposal, accepted in answers:
-            proposal.resolve(accepted)
+        _resolve(answers)
         if state.index - self._snapshot_index >= self._snapshot_every:
             await self.snapshot()
 
@@ -246,17 +250,21 @@ async def open_voter(
     term = (hard.term if hard is not None else 0) + 1
     await store.append([], hard_state=HardState(cluster_id=state.cluster_id, term=term, voted_for=node_id))
     log.info("voter.recovered", index=state.index, term=term, snapshot=snapshot_index, digest=digest(state)[:16])
-    voter = SoleVoter(
+    return SoleVoter(
         store,
         state,
         term,
+        snapshot_index,
         now_utc=now_utc,
         snapshot_every=snapshot_every,
         on_events=on_events,
         before_snapshot=before_snapshot,
     )
-    voter._snapshot_index = snapshot_index
-    return voter
+
+
+def _resolve(answers: Iterable[tuple[Proposal, Accepted | GpulayerError]]) -> None:
+    for proposal, answer in answers:
+        proposal.resolve(answer)
 
 
 def error_of(rejected: Rejected) -> GpulayerError:

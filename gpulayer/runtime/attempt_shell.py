@@ -45,6 +45,7 @@ from gpulayer.runtime.environment import run_environment
 from gpulayer.runtime.found import (
     START_HINTS,
     OnDisk,
+    cgroup_of,
     exit_of,
     not_executed,
     number,
@@ -156,6 +157,8 @@ class AttemptShell:
         self._settled = trio.Event()
         """Set while a link is up or the shim is known to be dead; clear while neither is certain."""
         self._settled.set()
+        self._has_spawned = False
+        """A shim of it may have been made that was never connected to."""
         self._run: _Run | None = None
         self._swept = trio.Event()
         """Clear while a dead shim's leftovers are being ended."""
@@ -278,7 +281,7 @@ class AttemptShell:
                 run=run.number,
                 argv=list(order.spec.argv),
                 env=env,
-                cwd=order.spec.workdir or f"{self._directory}/work",
+                cwd=order.spec.workdir or str(self._services.sandboxes.work(self.id)),
                 cause=effect.cause,
                 port=run.port,
                 restart_serial=effect.restart_serial,
@@ -428,6 +431,7 @@ class AttemptShell:
         return True
 
     async def _spawn(self) -> ShimProcess:
+        self._has_spawned = True
         for is_last in (False, True):
             try:
                 return await self._services.spawner.spawn(self._directory)
@@ -746,10 +750,10 @@ class AttemptShell:
         link = await self._living_link()
         if link is not None:
             await self._quit(link)
-        else:
+        elif self._has_spawned:  # a walk through all of /proc; not for each old sandbox at the daemon's start
             await trio.to_thread.run_sync(self._end_unlinked_shim)
-            if self._unsaid:
-                await trio.to_thread.run_sync(self._write_notes_without_shim)
+        if link is None and self._unsaid:
+            await trio.to_thread.run_sync(self._write_notes_without_shim)
         with trio.move_on_after(QUIT_SECONDS_MAX):
             await self._swept.wait()
         if self._run is not None:
@@ -757,8 +761,8 @@ class AttemptShell:
                 await self._sweep(self._run)
             self._release_port(self._run)
         self._services.checks.forget(self.id)
-        cgroup = self._cgroup or (self._services.sandboxes.read_attempt(self.id) or {}).get("cgroup")
-        if isinstance(cgroup, str):
+        cgroup = self._cgroup or cgroup_of(self.id, self._services.sandboxes.read_attempt(self.id))
+        if cgroup is not None:
             tree.remove_cgroup(cgroup)
             if self._services.cgroup_base is not None:
                 self._services.cgroup_base.remove_if_empty()
@@ -788,10 +792,9 @@ class AttemptShell:
 
     def _end_unlinked_shim(self) -> None:
         """One that was made for a start, and then could not be connected to."""
-        if (self._directory / "shim.lock").exists():
-            for holder in lock_holders(self._services.sandboxes.root):
-                if holder.attempt == self.id:
-                    end_with_tree(holder.shim)
+        for holder in lock_holders(self._services.sandboxes.root):
+            if holder.attempt == self.id:
+                end_with_tree(holder.shim)
 
     def _write_notes_without_shim(self) -> None:
         """The last words about a run whose shim is dead go into its log all the same."""
@@ -809,20 +812,6 @@ class AttemptShell:
             writer.close()
         finally:
             os.close(logs_fd)
-
-    async def pids(self) -> tuple[int, ...]:
-        link = self._link
-        if link is not None:
-            try:
-                answer = await link.request("pids", timeout_seconds=LOG_ANSWER_SECONDS_MAX)
-                return tuple(each["pid"] for each in answer.get("pids", ()) if each.get("state") not in ("Z", "X"))
-            except (ShimGone, ShimSilent):
-                pass
-        run = self._run
-        if run is None or run.is_gone:
-            return ()
-        leftovers = Leftovers(run_id=run.run_id, pid=run.pid, start_time=run.start_time, cgroup=self._cgroup)
-        return tuple(stat.pid for stat in await trio.to_thread.run_sync(processes.find, leftovers))
 
 
 def _published(directory: Path) -> tuple[int, int] | None:

@@ -30,8 +30,6 @@ class CgroupBase:
     """The directory that holds this daemon's attempts."""
 
     path: str
-    controllers: frozenset[str]
-    """What could be limited here; none in the hybrid layout (docs: limits)."""
 
     def attempt(self, name: str) -> str:
         """Where the cgroup of an attempt is, whether it exists or not."""
@@ -99,7 +97,7 @@ def prepare(
     for procs in (f"{base}/cgroup.procs", f"{os.path.dirname(base)}/cgroup.procs"):
         if not os.access(procs, os.W_OK):
             return Unavailable(f"cannot write {procs}; with systemd, set Delegate=yes")
-    prepared = CgroupBase(base, frozenset(_read(f"{base}/cgroup.controllers").split()))
+    prepared = CgroupBase(base)
     prepared.remove_if_empty()
     return prepared
 

@@ -206,10 +206,13 @@ class EventStore:
         request = _Request(act, after=after)
         with self._changed:
             if self._closing:
-                raise StorageFailed(f"{self.path} is closed", hint="the daemon is stopping; try again when it is back")
+                raise self._closed()
             self._requests.append(request)
             self._changed.notify()
         return await request.result()
+
+    def _closed(self) -> StorageFailed:
+        return StorageFailed(f"{self.path} is closed", hint="the daemon is stopping; try again when it is back")
 
     def _tell_more(self) -> None:
         self.written += 1
@@ -219,6 +222,17 @@ class EventStore:
     # In the store's own thread
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException:
+            # A bug: nobody may wait for ever for an answer, and the thread ends loudly.
+            self._give_up()
+            raise
+        finally:
+            self._file.close()
+
+    def _work(self) -> None:
+        """Until the store is closed and everything has been written."""
         not_before = 0.0
         while True:
             batch, dropped, requests = self._take(not_before)
@@ -232,8 +246,15 @@ class EventStore:
                 request.perform(self._tell)
             with self._changed:
                 if self._closing and not self._pending and not self._requests:
-                    break
-        self._file.close()
+                    return
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._closing = True
+            unanswered = list(self._requests)
+            self._requests.clear()
+        for request in unanswered:
+            request.refuse(self._closed(), self._tell)
 
     def _take(self, not_before: float) -> tuple[list[Event], int, list[_Request[Any]]]:
         """What to do next: events to write, once it is time, and requests that need not wait for any more of them."""
@@ -279,6 +300,10 @@ class _Request(Generic[T]):
             self._outcome.append(self._act())
         except BaseException as error:  # noqa: BLE001 - raised where it was asked for
             self._error = error
+        tell(self._finished.set)
+
+    def refuse(self, error: StorageFailed, tell: Callable[[Callable[[], None]], None]) -> None:
+        self._error = error
         tell(self._finished.set)
 
     async def result(self) -> T:

@@ -56,24 +56,27 @@ class OnDisk:
 
     def leftovers(self) -> Leftovers:
         last = self.records[-1]
-        pid, start_time = last.marker.get("pid"), last.marker.get("start_time")
         return Leftovers(
             run_id=run_id_from(self.attempt, last.run, last.marker),
-            pid=pid if type(pid) is int else None,
-            start_time=start_time if type(start_time) is int else None,
+            pid=_whole(last.marker.get("pid")),
+            start_time=_whole(last.marker.get("start_time")),
             cgroup=self.cgroup,
         )
 
     @property
     def cgroup(self) -> str | None:
-        """Believed only if it is this attempt's: all that is in it will be ended."""
-        path = self.content.get("cgroup")
-        return path if isinstance(path, str) and path.endswith(f"/{self.attempt}") else None
+        return cgroup_of(self.attempt, self.content)
 
     def first_started_seconds_ago(self, this_boot: str) -> float | None:
         """What the attempt's timeout counts from; as in the shim, within one boot."""
         began = self.records[-1].marker.get("attempt_started_boottime") if self.is_of_boot(this_boot) else None
         return max(_boottime() - began, 0.0) if _is_number(began) else None
+
+
+def cgroup_of(attempt: AttemptId, content: Json | None) -> str | None:
+    """The cgroup that attempt.json names. Believed only if it is this attempt's: all that is in it will be ended."""
+    path = content.get("cgroup") if content is not None else None
+    return path if isinstance(path, str) and path.endswith(f"/{attempt}") else None
 
 
 def run_id_of(attempt: AttemptId, run: int, boot: str) -> str:
@@ -88,11 +91,11 @@ def wants_port(order: Order) -> bool:
 
 def exit_of(run: int, note: Mapping[str, Any]) -> Exit:
     """An exit note, from the file or an event, of this or another version of the shim."""
-    code, signal_number, names = note.get("code"), note.get("signal"), note.get("left_names")
+    names = note.get("left_names")
     return Exit(
         run=run,
-        code=code if type(code) is int else None,
-        signal=signal_number if type(signal_number) is int else None,
+        code=_whole(note.get("code")),
+        signal=_whole(note.get("signal")),
         ended_by=str(note.get("ended_by", "itself")),
         ended_at_utc=number(note.get("ended_at_utc"), 0.0),
         uptime_seconds=number(note.get("uptime_seconds"), 0.0),
@@ -112,10 +115,10 @@ def not_executed(note: Mapping[str, Any]) -> Reason | None:
     return Reason(code=code, text=text, hint=START_HINTS[code])
 
 
-def found_run(disk: OnDisk, hello: Json | None, this_boot: str) -> FoundRun | None:
+def found_run(disk: OnDisk, hello: Json | None) -> FoundRun | None:
     """The newest run of an attempt whose shim lives."""
     if hello is None:  # it does not answer; what it wrote is all there is
-        return _found_from_marker(disk, alive_unless_noted=True)
+        return _found_from_marker(disk)
     current, number = hello.get("run"), hello.get("last_run")
     record = next((each for each in disk.records if each.run == number), None)
     if not isinstance(number, int) or number < 1:
@@ -150,14 +153,14 @@ def found_dead_run(disk: OnDisk, this_boot: str, *, gone: bool) -> FoundRun | No
     return _found(run, marker, alive=False, exit=exit, start_failure=failure, gone=gone, stopping="")
 
 
-def _found_from_marker(disk: OnDisk, *, alive_unless_noted: bool) -> FoundRun | None:
+def _found_from_marker(disk: OnDisk) -> FoundRun | None:
+    """Alive unless its end is noted."""
     if not disk.records:
         return None
     run, marker, note = disk.records[-1]
     exit = exit_of(run, note) if note is not None else None
     failure = not_executed(note) if note is not None else None
-    alive = alive_unless_noted and exit is None
-    return _found(run, marker, alive=alive, exit=exit, start_failure=failure, gone=False, stopping="")
+    return _found(run, marker, alive=exit is None, exit=exit, start_failure=failure, gone=False, stopping="")
 
 
 def _found(
@@ -174,11 +177,11 @@ def _found(
     counts = note if isinstance(note, dict) else {}
     # A shim that keeps no note: each run but the first was a restart, as far as anyone knows.
     restarts = int(number(counts.get("restarts"), run - 1))
-    pid, port = marker.get("pid"), marker.get("port")
+    port = _whole(marker.get("port"))
     return FoundRun(
         run=run,
-        pid=pid if type(pid) is int else None,
-        port=port if type(port) is int and 0 < port < 65536 else None,
+        pid=_whole(marker.get("pid")),
+        port=port if port is not None and 0 < port < 65536 else None,
         started_at_utc=number(marker.get("started_at_utc"), 0.0),
         started_seconds_ago=_seconds_ago(marker),
         restarts=max(0, min(restarts, run - 1)),
@@ -210,6 +213,10 @@ def _boottime() -> float:
 
 def number(value: object, default: float) -> float:
     return float(value) if _is_number(value) else float(default)
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int and abs(value) < 2**63 else None
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

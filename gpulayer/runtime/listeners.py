@@ -61,10 +61,6 @@ class ListeningSocket:
     v6only: bool | None = None
     """Whether :: leaves IPv4 out; None where that is not known, or not IPv6."""
 
-    @property
-    def is_wildcard(self) -> bool:
-        return self.address in ("0.0.0.0", "::")
-
     def __str__(self) -> str:
         return str(Endpoint(address=self.address, port=self.port))
 

@@ -9,7 +9,6 @@ the next segment.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gpulayer.shim import log_format
+from gpulayer.shim import log_format, notes
 from gpulayer.shim.log_format import RecordHeader
 
 Stream: TypeAlias = Literal["stdout", "stderr", "supervisor"]
@@ -30,6 +29,8 @@ LINE_BYTES_MAX = 64 * 1024
 BLOCK_BYTES = 256 * 1024
 # A record longer than this is not one: the writer's chunks are 256 KiB at most.
 RECORD_BYTES_MAX = 64 * 1024 * 1024
+# What is above is no time: JSON knows Infinity, and integers without end.
+UPTIME_SECONDS_MAX = 1e12
 
 _STREAMS: dict[int, Stream] = {log_format.STDOUT: "stdout", log_format.STDERR: "stderr"}
 
@@ -398,12 +399,13 @@ def ended_text(run: int, note: dict[str, Any]) -> str:
         return f"run {run} could not be started: {note.get('message', 'unknown reason')}"
     text = f"run {run} " + _how_it_ended(note)
     uptime = note.get("uptime_seconds")
-    if isinstance(uptime, int | float):
+    if isinstance(uptime, int | float) and abs(uptime) < UPTIME_SECONDS_MAX:
         text += f" after {uptime:.1f} s"
     if isinstance(ended_by, str) and ended_by not in ("", "itself"):
         text += f" ({ended_by.removeprefix('stop:').replace('_', ' ')})"
     elif note.get("left_background"):
-        names = ", ".join(map(str, note.get("left_names", [])))
+        told = note.get("left_names")
+        names = ", ".join(map(str, told)) if isinstance(told, list) else ""
         left = note["left_background"]
         processes = "1 process was" if left == 1 else f"{left} processes were"
         text += f"; {processes} left in the background{f' ({names})' if names else ''}"
@@ -496,11 +498,7 @@ def _text(content: bytes) -> str:
 
 
 def _json(payload: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(payload)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    return notes.parse(payload) or {}
 
 
 def _count(content: dict[str, Any], key: str) -> int:

@@ -26,7 +26,7 @@ import trio
 import gpulayer
 from gpulayer.model.ids import AttemptId
 from gpulayer.runtime.sandboxes import attempt_id
-from gpulayer.shim import tree
+from gpulayer.shim import notes, tree
 from gpulayer.shim.shim import LISTEN_AGAIN
 
 Json: TypeAlias = dict[str, Any]
@@ -284,16 +284,13 @@ class ShimLink:
 
     def _take(self, line: bytes | bytearray) -> bool:
         """False for what no shim says."""
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return False
-        if not isinstance(message, dict):
+        message = notes.parse(line)
+        if message is None:
             return False
         if "event" in message:
             if self._greeted:
                 self._on_event(message)
-        elif (number := message.get("id")) in self._waiting:
+        elif type(number := message.get("id")) is int and number in self._waiting:
             self._waiting.pop(number)(message)
         return True
 

@@ -153,11 +153,6 @@ class Supervisor:
         """How old the last look at the listening sockets is; 0 while there is none to look at."""
         return self._services.checks.checked_seconds_ago
 
-    async def pids(self, attempt: AttemptId) -> tuple[int, ...]:
-        """The living processes of an attempt's tree, as its shim tells; none if it is not known here."""
-        known = self._attempts.get(attempt)
-        return await known.pids() if known is not None else ()
-
     # --- what is there at the start -----------------------------------------------------------------------------
 
     async def find_attempts(self) -> tuple[FoundAttempt, ...]:
@@ -243,7 +238,7 @@ class Supervisor:
         return {disk.attempt: processes.find(disk.leftovers(), by_run_id) for disk in this_boot}
 
     async def _adopt(self, disk: OnDisk, hello: Json | None) -> FoundAttempt:
-        found = found_run(disk, hello, self._services.boot_id)
+        found = found_run(disk, hello)
         self._remember_ports(disk, found)
         await self._attempt(disk.attempt).adopt(disk, found, disk.shim)
         return FoundAttempt(

@@ -18,6 +18,8 @@ import stat
 import struct
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+from gpulayer.shim import tree
+
 Json: TypeAlias = dict[str, Any]
 
 # Where a command is looked for if its environment has no PATH.
@@ -164,7 +166,8 @@ def _interpreter(path: str) -> str:
     except OSError:
         return ""
     words = first_line[2:].split() if first_line.startswith(b"#!") else []
-    return os.fsdecode(words[0]) if words else ""
+    # It stands in reasons and log lines, which are one line of text each; a script may hold any byte.
+    return tree.printable(words[0].decode("utf-8", "replace")) if words else ""
 
 
 def _become(

@@ -93,11 +93,11 @@ def read(path: str) -> RunRecord | None:
             content = file.read(2 * HALF_BYTES)
     except OSError:
         return None
-    marker = _parse(content[:HALF_BYTES])
+    marker = parse(content[:HALF_BYTES])
     name = os.path.basename(path)
     if marker is None or not name.isdigit():
         return None
-    return RunRecord(run=int(name), marker=marker, exit=_parse(content[HALF_BYTES:]))
+    return RunRecord(run=int(name), marker=marker, exit=parse(content[HALF_BYTES:]))
 
 
 def read_all(runs_directory: str) -> list[RunRecord]:
@@ -140,11 +140,17 @@ def _half(content: Json) -> bytes:
     return encoded.ljust(HALF_BYTES - 1) + b"\n"
 
 
-def _parse(half: bytes) -> Json | None:
+def parse(told: bytes | bytearray) -> Json | None:
+    """An object that a shim wrote or sent; None for zeros, what was torn by a power failure, and what is not a shim's.
+
+    Its strings are text: a lone surrogate is valid JSON, but can be put neither into the log nor into a file.
+    """
     try:
-        content = json.loads(half)
+        content = json.loads(told)
+        if b"\\u" in told or not told.isascii():
+            content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
-        return None  # zeros, or torn by a power failure, or not ours: as good as not written
+        return None
     return content if isinstance(content, dict) else None
 
 

@@ -44,13 +44,19 @@ def read_attempt(directory_fd: int, directory: str) -> Attempt:
     try:
         fd = os.open("attempt.json", os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory_fd)
         with os.fdopen(fd, "rb") as file:
-            content = json.loads(file.read())
-        return _parse_attempt(content)
-    except (OSError, ValueError, ArithmeticError, TypeError, LookupError, RecursionError, BadRequest) as error:
-        raise BadAttempt(f"cannot use {directory}/attempt.json: {type(error).__name__}: {error}") from error
+            return parse_attempt(file.read())
+    except (OSError, BadAttempt) as error:
+        raise BadAttempt(f"cannot use {directory}/attempt.json: {error}") from error
 
 
-def _parse_attempt(content: Json) -> Attempt:
+def parse_attempt(content: bytes) -> Attempt:
+    try:
+        return _attempt(json.loads(content))
+    except (ValueError, ArithmeticError, TypeError, LookupError, RecursionError, BadRequest) as error:
+        raise BadAttempt(f"{type(error).__name__}: {error}") from error
+
+
+def _attempt(content: Json) -> Attempt:
     log, nofile, timeout = content["log"], content.get("nofile"), content.get("timeout_seconds")
     identity_keys = ("job_id", "job_name", "replica", "attempt", "node_id")
     return Attempt(

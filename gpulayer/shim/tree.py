@@ -38,7 +38,6 @@ def parse_stat(raw: bytes) -> ProcessStat:
     """A line of /proc/<pid>/stat. The name stands in parentheses and may itself hold any byte, parentheses too."""
     name_start, name_end = raw.index(b"("), raw.rindex(b")")
     fields = raw[name_end + 1 :].split()
-    comm = raw[name_start + 1 : name_end].decode("utf-8", "replace")
     return ProcessStat(
         pid=int(raw[:name_start]),
         ppid=int(fields[1]),
@@ -47,8 +46,12 @@ def parse_stat(raw: bytes) -> ProcessStat:
         state=fields[0].decode("ascii"),
         start_time=int(fields[19]),
         # It stands in reasons and log lines, which are one line each.
-        comm=comm if comm.isprintable() else "".join(each if each.isprintable() else "?" for each in comm),
+        comm=printable(raw[name_start + 1 : name_end].decode("utf-8", "replace")),
     )
+
+
+def printable(text: str) -> str:
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def process_stat(pid: int) -> ProcessStat | None:
@@ -141,24 +144,6 @@ def renew_cgroup(path: str) -> None:
             pass  # the run will say that it has none
 
 
-def processes_with_env(key: str, value: str) -> list[ProcessStat]:
-    """The processes that were executed with key=value in their environment: how the tree of a dead shim is found.
-
-    A process that cleared its environment is not among them, nor one whose environment we may not read.
-    """
-    wanted = os.fsencode(f"{key}={value}")
-    found = []
-    for stat in all_processes():
-        if stat.pid != os.getpid() and has_env(stat.pid, wanted):
-            found.append(stat)
-    return found
-
-
-def has_env(pid: int, assignment: bytes) -> bool:
-    environment = _read(f"/proc/{pid}/environ")
-    return assignment in environment and assignment in environment.split(b"\0")
-
-
 def signal_process(
     stat: ProcessStat, signal_number: int, *, is_still_ours: Callable[[ProcessStat], bool] | None = None
 ) -> bool:
@@ -227,8 +212,8 @@ def kill_all(
 ) -> list[ProcessStat]:
     """Signals what find() gives, again and again, until it gives nothing or the time is over; returns what is left.
 
-    For the tree of a shim that died, e.g. find=lambda: processes_with_env("GPULAYER_RUN_ID", …). Blocks: call it in a
-    thread. Zombies count as gone: they are their parent's to reap.
+    For the tree of a shim that died. Blocks: call it in a thread. Zombies count as gone: they are their parent's to
+    reap.
     """
     deadline = time.monotonic() + timeout_seconds
     pause_seconds = 0.002

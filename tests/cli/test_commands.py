@@ -6,7 +6,9 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -31,6 +33,29 @@ def start(daemon: Daemon, *words: str) -> subprocess.Popen[str]:
         text=True,
         process_group=0,
     )
+
+
+def shell(daemon: Daemon, words: str) -> subprocess.CompletedProcess[str]:
+    """A command as `sh` reads it, redirections and all."""
+    return subprocess.run(
+        ["sh", "-c", f"{shlex.join(daemon.command)} {words}"],
+        env=daemon.env | {"GPULAYER_DATA_DIR": str(daemon.data_dir)},
+        cwd=daemon.home,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# --- where the output goes ----------------------------------------------------------------------------------------
+
+
+def test_an_output_that_cannot_be_written_is_said_in_a_sentence(daemon: Daemon) -> None:
+    for words in (("status",), ("job", "list", "--json"), ("token", "list")):
+        done = shell(daemon, f"{shlex.join(words)} > /dev/full")
+        assert (done.returncode, done.stderr) == (1, "gpulayer: cannot write the output: No space left on device\n")
+    done = shell(daemon, "submit -- sh -c 'echo first; sleep 0.5; exit 3' > /dev/full")
+    assert (done.returncode, done.stderr) == (125, "gpulayer: cannot write the output: No space left on device\n")
 
 
 # --- submit: services ---------------------------------------------------------------------------------------------
@@ -424,6 +449,30 @@ def test_a_file_of_this_directory_is_pointed_out_where_the_job_would_not_see_it(
     done = daemon.cli("submit", "--workdir", ".", "--", "python3", "train.py")
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     assert "note:" not in daemon.cli("submit", "--", "echo", "data").stderr
+
+
+def test_ctrl_c_before_the_daemon_answered_says_that_nobody_knows(daemon: Daemon, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.settimeout(20)
+        command = start(daemon, "submit", "--url", f"unix://{tmp_path}/s", "--name", "limbo", "--", "true")
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1)
+            os.killpg(command.pid, signal.SIGINT)
+            stdout, stderr = command.communicate(timeout=20)
+    assert (command.returncode, stdout) == (130, "")
+    assert "the daemon had not said yet whether it took the job limbo" in stderr
+    assert "gpulayer job list" in stderr
+
+
+def test_a_batch_whose_output_cannot_be_merged_keeps_its_exit_code(daemon: Daemon) -> None:
+    """There is a bound to the replicas whose logs are merged; it ended in 125, whatever the batch had done."""
+    done = daemon.cli("submit", "--replicas", "101", "--spread", "any", "--", "sh", "-c", "exit 3")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "gpulayer: its output is not shown here: sh has 101 replicas" in done.stderr
+    assert "--replica 0" in done.stderr
 
 
 def test_who_stays_hears_that_the_daemon_is_away_and_that_it_is_back(tmp_path: Path) -> None:

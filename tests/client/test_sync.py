@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gpulayer as gl
+from gpulayer.client.stream import Absence
 from tests.integration.daemon import Daemon, get
 
 SERVE = ["sh", "-c", "exec python3 -u -m http.server --bind $HOST $PORT"]
@@ -49,6 +50,20 @@ def test_waiting_for_endpoints_is_over_when_it_was_to_be(daemon: Daemon) -> None
     job.cancel(wait=20)
 
 
+def test_waiting_for_no_time_is_a_look(daemon: Daemon) -> None:
+    """It was over before the daemon could answer, and that was taken for a daemon that does not."""
+    client = client_of(daemon)
+    job = client.submit(gl.service(SLEEP, name="looked-at"))
+    with pytest.raises(gl.WaitTimeout, match="still"):
+        job.wait(timeout=0)
+    with pytest.raises(gl.WaitTimeout, match="replica 0 is"):
+        job.endpoints(wait=0)
+    with pytest.raises(gl.WaitTimeout):
+        job.cancel(wait=0)
+    job.wait(timeout=20)
+    assert job.wait(timeout=0)["state"] == "cancelled"
+
+
 def test_a_job_that_fails_meanwhile_says_why(daemon: Daemon) -> None:
     job = client_of(daemon).submit(gl.service(["sh", "-c", "exit 7"], name="failing", max_restarts=0))
     with pytest.raises(gl.JobEnded, match="exit code 7"):
@@ -67,6 +82,36 @@ def test_logs_come_in_order_and_end_with_the_job(daemon: Daemon) -> None:
     behind = [line.text for line in job.logs(after=kept[0].offset) if line.kind == "output"]
     assert behind == ["line 2", "line 3"]
     assert [line.text for line in job.logs(tail=50) if line.kind == "output"] == ["line 1", "line 2", "line 3"]
+
+
+def test_following_what_will_say_no_more_ends_though_the_job_goes_on(daemon: Daemon) -> None:
+    """The client asked whether the job had ended, which it had not, and took the daemon for one that is away."""
+    client, absences = client_of(daemon), []
+    client.absence = Absence(absences.append)
+    script = "echo run $GPULAYER_RUN_ID; test -e once || { touch once; exit 1; }; exec sleep 300"
+    again = client.submit(gl.service(["sh", "-c", script], name="again", port=False))
+    for status in again.watch(timeout=30):
+        if status["replicas"][0]["run"] == 2 and status["state"] == "running":
+            break
+    assert [line.kind for line in again.logs(run=1, follow=True)][:3] == ["run_started", "output", "run_ended"]
+    again.cancel(wait=20)
+
+    script = "test $GPULAYER_REPLICA = 1 && exec sleep 300; echo done"
+    kept = client.submit(
+        gl.service(
+            ["sh", "-c", script],
+            name="kept",
+            port=False,
+            replicas=2,
+            spread="any",
+            restart="never",
+            on_replica_end="keep",
+        )
+    )
+    assert [line.text for line in kept.logs(replica=0, follow=True) if line.kind == "output"] == ["done"]
+    assert kept.status()["state"] == "degraded"
+    kept.cancel(wait=20)
+    assert absences == []
 
 
 def test_what_does_not_exist_is_not_found(daemon: Daemon) -> None:

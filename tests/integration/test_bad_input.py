@@ -66,6 +66,21 @@ def daemon_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     daemon.end()
 
 
+def test_an_interpreter_that_is_no_text_is_a_bad_command_and_no_end_of_the_daemon(
+    daemon_of_all: Daemon, tmp_path: Path
+) -> None:
+    """The bytes after #! went into the reason as lone surrogates, which no entry of the log can hold: the daemon ended,
+    and so did each one after it, for the run's note was still there."""
+    script = tmp_path / "script"
+    script.write_bytes(b"#!/none/\xff\xfe\n")
+    script.chmod(0o755)
+    pid = daemon_of_all.pid
+    ended = daemon_of_all.wait_ended(daemon_of_all.batch([str(script)]))
+    assert (ended["state"], ended["reason"]["code"]) == ("failed", "bad_command")
+    assert "/none/" in ended["reason"]["text"]
+    assert daemon_of_all.pid == pid
+
+
 def nested(levels: int) -> bytes:
     return b'{"command": ' + b"[" * levels + b"]" * levels + b"}"
 
@@ -304,3 +319,11 @@ def test_a_bind_that_would_need_tls_is_refused(make_daemon: DaemonMaker) -> None
     daemon = make_daemon()
     assert "loopback" in refused_start(daemon, "--bind", "0.0.0.0")
     assert not daemon.data_dir.exists()
+
+
+def test_a_data_directory_that_was_open_to_others_is_closed_and_that_is_said(make_daemon: DaemonMaker) -> None:
+    daemon = make_daemon()
+    daemon.data_dir.mkdir(parents=True, mode=0o755)
+    daemon.start()
+    assert daemon.data_dir.stat().st_mode & 0o777 == 0o700
+    assert "was open to other users" in daemon.log_tail()

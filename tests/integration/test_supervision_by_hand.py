@@ -32,7 +32,7 @@ def spawner_of(daemon: Daemon) -> int:
 
 
 def test_a_service_whose_stop_needed_a_kill_can_be_restarted(daemon: Daemon) -> None:
-    """Since Linux 6.14 a process born in a cgroup that was ever killed is killed at its birth: after one such stop no
+    """On Linux 6.18 a process born in a cgroup that was ever killed is killed at its birth: after one such stop no
     later run of the replica lived."""
     job = daemon.submit(python(DEAF), port=False, stop_grace_seconds=0.2)
     before = daemon.wait_replica(job, lambda replica: replica["state"] == "ready")

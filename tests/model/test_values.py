@@ -98,7 +98,7 @@ def test_sizes_are_read_as_mebibytes(text: str, mib: int) -> None:
     assert units.parse_size(text) == mib
 
 
-@pytest.mark.parametrize("text", ["", "24", "-1GiB", "GiB", "1PiB", "9999999999TiB"])
+@pytest.mark.parametrize("text", ["", "24", "-1GiB", "GiB", "1PiB", "9999999999TiB", "9" * 400 + "GiB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InvalidRequest, match="24GiB"):
         units.parse_size(text)
@@ -109,8 +109,10 @@ def test_gpus_are_read_as_thousandths(value: str | int, milli: int) -> None:
     assert units.parse_gpus(value) == milli
 
 
-@pytest.mark.parametrize("value", ["1.5", "-1", "nan", "inf", "x", "0.0001", "2000"])
-def test_what_is_no_number_of_gpus(value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["1.5", "-1", "nan", "inf", "x", "0.0001", "2000", pytest.param(10**400, id="400 digits")]
+)
+def test_what_is_no_number_of_gpus(value: str | int) -> None:
     with pytest.raises(InvalidRequest) as caught:
         units.parse_gpus(value)
     assert caught.value.hint

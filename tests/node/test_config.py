@@ -35,6 +35,8 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ("bind = 'example'", "IP address"),
         ("[supervision]\ncgroups = 'on'", "auto or off"),
         ("[supervision]\nservice_ports = '9-2'", "range of ports"),
+        (f"[supervision]\nservice_ports = '1024-{'9' * 5000}'", "range of ports"),
+        ('labels = {zone = "a\\u0007"}', "zone"),
         ("[resources]\nmemory = '12'", "not a size"),
         ("[resources]\ncpus = -1", "cpus"),
         ("accelerators = 3", "array of tables"),
@@ -69,3 +71,11 @@ def test_the_data_directory_of_a_user_is_theirs(tmp_path: Path) -> None:
     assert load_config(UpOptions(config=path), environ, uid=1000).data_dir == Path("/home/ada/.local/state/gpulayer")
     assert load_config(UpOptions(config=path), {}, uid=0).data_dir == Path("/var/lib/gpulayer")
     assert load_config(UpOptions(config=path), {"GPULAYER_DATA_DIR": "/d"}, uid=0).data_dir == Path("/d")
+
+
+def test_what_is_not_text_is_refused_before_it_can_reach_the_log() -> None:
+    """Bytes of the command line that are no UTF-8: the log's entries are text, and the daemon ended at the first."""
+    with pytest.raises(InvalidRequest, match="label zone"):
+        load_config(UpOptions(labels=(("zone", "\udcff"),)), {}, uid=0)
+    with pytest.raises(InvalidRequest, match="data_dir"):
+        load_config(UpOptions(data_dir="/tmp/\udcff"), {}, uid=0)

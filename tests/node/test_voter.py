@@ -13,13 +13,14 @@ import trio
 from gpulayer.core.cluster.apply import Accepted, apply
 from gpulayer.core.cluster.commands import AdmitNode, Command, CreateCluster, CreateToken, LogEntry, StopJob, SubmitJob
 from gpulayer.model.cluster import ClusterState
-from gpulayer.model.errors import Refused
+from gpulayer.model.errors import InvalidRequest, Refused, StorageFailed
 from gpulayer.model.event import Event
 from gpulayer.model.ids import NodeId, TokenId, job_id
 from gpulayer.model.job import JobSpec
 from gpulayer.model.node import Capabilities
 from gpulayer.model.replica import Reason
 from gpulayer.node.voter import SoleVoter, open_voter
+from gpulayer.runtime import failpoints
 from gpulayer.runtime.log_store import open_store
 from gpulayer.wire.codec import decode, digest
 
@@ -116,6 +117,21 @@ async def test_a_refused_command_leaves_no_entry(tmp_path: Path) -> None:
         assert voter.state.value.index == index == voter.store.stats().last_index
 
 
+async def test_a_command_that_the_log_cannot_hold_is_refused_and_the_others_are_not(tmp_path: Path) -> None:
+    """Text that is none, from a script's first line, ended the daemon, and each one after it."""
+    async with running_voter(tmp_path / "log.db") as (voter, _):
+        await voter.propose(CreateCluster(cluster_id="c-1"))
+        first = voter.propose_nowait(SubmitJob(job=job_id(b"12345678"), spec=spec("a")))
+        reason = Reason(code="cancelled", text="\ud800")
+        bad = voter.propose_nowait(StopJob(job=job_id(b"12345678"), reason=reason))
+        after = voter.propose_nowait(SubmitJob(job=job_id(b"abcdefgh"), spec=spec("b")))
+        await first.wait()
+        with pytest.raises(InvalidRequest, match="cannot hold"):
+            await bad.wait()
+        await after.wait()
+        assert [job.stopping for job in voter.state.value.jobs.values()] == [None, None]
+
+
 async def test_the_same_idempotency_key_gets_the_first_answer_and_no_entry(tmp_path: Path) -> None:
     async with running_voter(tmp_path / "log.db") as (voter, _):
         first = await voter.propose(SubmitJob(job=job_id(b"12345678"), spec=spec("a"), idempotency_key="k"))
@@ -125,6 +141,39 @@ async def test_the_same_idempotency_key_gets_the_first_answer_and_no_entry(tmp_p
         assert again.replayed
         assert again.job == first.job
         assert voter.state.value.index == index
+
+
+async def test_a_retry_is_not_answered_before_its_first_request_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1: while the disk was slow a client asked again, and both requests came into one batch. The second was answered
+    with the job of the first, which was not written yet."""
+    async with running_voter(tmp_path / "log.db") as (voter, _):
+        await voter.propose(CreateCluster(cluster_id="c-1"))
+        monkeypatch.setattr(failpoints, "_armed", failpoints.parse("log.before_commit=error"))
+        asked = [
+            voter.propose_nowait(SubmitJob(job=job_id(entropy), spec=spec("a"), idempotency_key="k"))
+            for entropy in (b"12345678", b"abcdefgh")
+        ]
+        for proposal in asked:
+            with pytest.raises(StorageFailed):
+                await proposal.wait()
+    monkeypatch.setattr(failpoints, "_armed", {})
+    async with running_voter(tmp_path / "log.db") as (voter, _):
+        assert not voter.state.value.jobs
+
+
+async def test_a_retry_in_one_batch_with_its_first_request_gets_the_same_job(tmp_path: Path) -> None:
+    async with running_voter(tmp_path / "log.db") as (voter, _):
+        await voter.propose(CreateCluster(cluster_id="c-1"))
+        first, again, other = [
+            voter.propose_nowait(SubmitJob(job=job_id(entropy), spec=spec("a"), idempotency_key=key))
+            for entropy, key in ((b"12345678", "k"), (b"abcdefgh", "k"), (b"87654321", "l"))
+        ]
+        assert (await again.wait()).job == (await first.wait()).job
+        with pytest.raises(Refused, match="in use"):
+            await other.wait()
+        assert len(voter.state.value.jobs) == 1
 
 
 async def test_replayed_entries_tell_their_events_under_the_same_numbers(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,18 @@ async def test_a_disk_that_fails_for_a_while_loses_events_and_the_feed_says_how_
     assert [one.kind for one in found] == [EVENTS_LOST, "job.submitted"]
     assert dict(found[0].data)["count"] == "2"
     await store.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_mistake_of_ours_lets_nobody_wait_for_ever(path: Path) -> None:
+    """Text that SQLite cannot store ended the thread, and the next snapshot of the state waited for it for good."""
+    store = await open_event_store(path)
+    with trio.fail_after(10):
+        store.add([replace(event(1), text="\ud800")])
+        await store.flush()
+        with pytest.raises(StorageFailed):
+            await store.read()
+        await store.close()
 
 
 async def test_a_file_in_use_is_an_error_and_is_left_alone(path: Path) -> None:

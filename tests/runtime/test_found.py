@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulayer.core.replica import lifecycle
-from gpulayer.core.replica.messages import FoundAttempt, Order
+from gpulayer.core.replica.messages import FoundAttempt, Order, Report
 from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
-from gpulayer.model.replica import Assignment
+from gpulayer.model.replica import Assignment, Outcome
 from gpulayer.model.units import Instant
 from gpulayer.runtime.found import OnDisk, found_dead_run, found_run, not_executed
-from gpulayer.shim.notes import RunRecord
+from gpulayer.shim.notes import RunRecord, parse
+from gpulayer.wire.codec import decode, encode
 
 ATTEMPT = AttemptId(ReplicaId(JobId("j-aaaaaaaaaa"), 0), 1)
 BOOT = "a boot"
@@ -53,11 +54,24 @@ def test_garbage_is_taken_up_as_something(
     """One torn or strange file in one sandbox kept the whole daemon from starting."""
     disk = on_disk([RunRecord(run=1, marker={**marker, "note": counts}, exit=note)], content)
     disk.leftovers()
-    last = found_run(disk, hello, BOOT) if alive else found_dead_run(disk, BOOT, gone=True)
+    last = found_run(disk, hello) if alive else found_dead_run(disk, BOOT, gone=True)
     ago = disk.first_started_seconds_ago(BOOT)
     found = FoundAttempt(attempt=ATTEMPT, shim_alive=alive, first_started_seconds_ago=ago, last=last)
-    life, _ = lifecycle.adopt(ORDER, found, Instant(1000.0), advertise="127.0.0.1")
+    life, effects = lifecycle.adopt(ORDER, found, Instant(1000.0), advertise="127.0.0.1")
     lifecycle.status(life)
+    for effect in effects:
+        if isinstance(effect, Report):
+            assert decode(Outcome, encode(effect.outcome)) == effect.outcome, "what is reported goes into the log"
+
+
+@pytest.mark.parametrize(
+    "told", [b'{"message": "\\ud800\\ud83d\\ude00"}', b'{"message": "\xed\xa0\x80\xf0\x9f\x98\x80"}']
+)
+def test_what_a_shim_tells_is_text(told: bytes) -> None:
+    """A lone surrogate is valid JSON; the entry of the log that it came into could not be written."""
+    parsed = parse(told)
+    assert parsed is not None
+    assert parsed["message"].encode().decode().endswith("\U0001f600")
 
 
 @pytest.mark.parametrize("cgroup", ["/sys/fs/cgroup", "/sys/fs/cgroup/j-aaaaaaaaaa.0.10", 5, None])

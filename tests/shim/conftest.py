@@ -21,6 +21,18 @@ SPAWNER = Path(__file__).parents[2] / "gpulayer" / "shim" / "__main__.py"
 Json = dict[str, Any]
 
 
+def processes_with_env(assignment: str) -> list[tree.ProcessStat]:
+    found = []
+    for stat in tree.all_processes():
+        try:
+            environment = Path(f"/proc/{stat.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if assignment.encode() in environment:
+            found.append(stat)
+    return found
+
+
 def wait_until(predicate: Callable[[], Any], seconds: float = 10.0) -> Any:
     deadline = time.monotonic() + seconds
     while True:
@@ -151,14 +163,14 @@ class Attempt:
         return path.read_text()
 
     def processes(self) -> list[tree.ProcessStat]:
-        return [stat for stat in tree.processes_with_env("GPULAYER_TEST", self.mark) if not stat.is_zombie]
+        return [stat for stat in processes_with_env(f"GPULAYER_TEST={self.mark}") if not stat.is_zombie]
 
     def end(self) -> None:
         try:
             os.kill(self.spawned["pid"], signal.SIGKILL)
         except ProcessLookupError:
             pass
-        tree.kill_all(lambda: tree.processes_with_env("GPULAYER_TEST", self.mark))
+        tree.kill_all(lambda: processes_with_env(f"GPULAYER_TEST={self.mark}"))
         self.client.close()
 
 

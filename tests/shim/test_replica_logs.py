@@ -115,6 +115,16 @@ def test_runs_and_the_supervisor_have_their_own_kinds(log: Log) -> None:
     assert {line.stream for line in lines} == {"supervisor"}
 
 
+@pytest.mark.parametrize(
+    "note",
+    ["[" * 1000, '{"left_background": 1, "left_names": 5}', '{"uptime_seconds": 1%s}' % ("0" * 400), '{"code": 1e999}'],
+)
+def test_a_note_of_any_kind_is_a_line(log: Log, note: str) -> None:
+    log.writer.note(RUN_STARTED, 4, note)
+    log.writer.note(RUN_ENDED, 4, note)
+    assert [line.kind for line in read(log.path)] == ["run_started", "run_ended"]
+
+
 def test_a_reader_is_told_how_much_was_rotated_away_before_it_came(tmp_path: Path) -> None:
     log = Log(tmp_path / "logs", max_bytes=20_000, keep=2)
     with LogReader(log.path) as reader:

@@ -141,7 +141,7 @@ def _replica_view(
         )
     else:
         state: ReplicaState = "assigned" if status.state == "waiting" else status.state
-        view = replace(base, state=state, reason=_reason_of(job.spec, base, status))
+        view = replace(base, state=state, reason=_reason_of(base, status))
     if replica.outcome is None and assignment is not None and assignment.withdrawn is not None:
         # What its node said last may be older than the order to stop.
         said = status.reason if status is not None and status.state == "stopping" else None
@@ -208,7 +208,7 @@ def _reason_to_wait(job: Job, index: int, reasons: WaitingReasons) -> Reason:
     return found or Reason(code="queued", text="waits for its turn to be placed")
 
 
-def _reason_of(spec: JobSpec, view: ReplicaView, status: ReplicaStatus) -> Reason | None:
+def _reason_of(view: ReplicaView, status: ReplicaStatus) -> Reason | None:
     if status.state == "ready" or status.reason is not None:
         return status.reason
     match status.state:

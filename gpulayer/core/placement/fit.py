@@ -81,11 +81,12 @@ def free_of(state: ClusterState) -> dict[NodeId, Free]:
         for replica in job.replicas:
             if replica.assignment is not None and replica.assignment.node in held:
                 held[replica.assignment.node].append(replica.assignment)
-    return {node_id: _left(state.nodes[node_id], assignments) for node_id, assignments in held.items()}
+    return {node_id: left_of(state.nodes[node_id], assignments) for node_id, assignments in held.items()}
 
 
-def _left(node: Node, assignments: Iterable[Assignment]) -> Free:
-    gpu_milli = {device.uuid: MILLI for device in node.capabilities.accelerators}
+def left_of(node: Node, assignments: Iterable[Assignment] = ()) -> Free:
+    """What these leave of a node."""
+    gpu_milli = {device.uuid: MILLI for device in _gpus_of(node)}
     cpus_milli, memory_mib = node.capabilities.cpus_milli, node.capabilities.memory_mib
     there: dict[JobId, list[int]] = {}
     for assignment in assignments:
@@ -163,9 +164,13 @@ def _gpus(needs: Requirements, node: Node, free: Free) -> tuple[DeviceShare, ...
     return min(refusals, key=is_permanent)  # one that may pass says more than one that cannot
 
 
+def _gpus_of(node: Node) -> list[Accelerator]:
+    return [device for device in node.capabilities.accelerators if device.kind != "cpu"]
+
+
 def _matching(needs: Requirements, node: Node) -> list[Accelerator] | Refusal:
     """Devices that could do, free or not, well or not; else the first test that none passes."""
-    devices = [device for device in node.capabilities.accelerators if device.kind != "cpu"]
+    devices = _gpus_of(node)
     if not devices:
         return NoAccelerators(node=node.name, needed_milli=needs.gpus_milli)
     if needs.accelerator is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeAlias
 
-from gpulayer.core.placement.fit import Choice, Free, fit, free_of
+from gpulayer.core.placement.fit import Choice, fit, free_of, left_of
 from gpulayer.core.placement.refusal import (
     HeldForEarlier,
     NoShareFree,
@@ -36,7 +36,6 @@ from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import Requirements
 from gpulayer.model.node import Node
 from gpulayer.model.replica import Assignment, DeviceShare, Reason
-from gpulayer.model.units import MILLI
 
 # Each placement is an event with a place in its entry (1,000 at most) and the whole is one entry of the log (1 MiB).
 PLACEMENTS_MAX = 500
@@ -148,9 +147,20 @@ class _Draft:
                 self._refused[needs] = refused
             self._hold_for(job, refused)
 
-    def verdicts(self, job: Job, *, ignoring: int | None = None) -> dict[NodeId, Choice | Refusal]:
-        """Per node, in order of name. `ignoring`: a replica of the job that shall not count as being there."""
-        return {node.id: self._verdict(job, node, ignoring) for node in self._nodes}
+    def verdicts(self, job: Job) -> dict[NodeId, Choice | Refusal]:
+        """Per node, in order of name."""
+        return {node.id: self._verdict(job, node) for node in self._nodes}
+
+    def verdicts_without(self, job: Job, assignment: Assignment) -> dict[NodeId, Choice | Refusal]:
+        """The same as if this assignment of the job had given back its part."""
+        node, free, fits = assignment.node, self._free, self._fits
+        if node in free:
+            self._free = {**free, node: free[node].given_back(assignment)}
+            self._fits = {**fits, node: {}}
+        try:
+            return self.verdicts(job)
+        finally:
+            self._free, self._fits = free, fits
 
     def _place(self, job: Job, index: int) -> tuple[Refusal, ...] | None:
         """Take the best place for the replica, or give the refusals."""
@@ -191,12 +201,10 @@ class _Draft:
         self._fits[node] = {}
         self._refused = {}
 
-    def _verdict(self, job: Job, node: Node, ignoring: int | None) -> Choice | Refusal:
+    def _verdict(self, job: Job, node: Node) -> Choice | Refusal:
         if node.id in self._closed:
             return NotPlaceable(node=node.name, reason=self._closed[node.id])
         own = self._free[node.id].replicas.get(job.id, ())
-        if ignoring is not None:
-            own = tuple(index for index in own if index != ignoring)
         if own and job.spec.spread == "node":
             return SameJobAlreadyThere(node=node.name, replica=own[0])
         found = self._fit(job.spec.requirements, node)
@@ -236,12 +244,7 @@ class _Draft:
             self._refused = {}
 
     def _fits_empty(self, job: Job, node: Node) -> bool:
-        empty = Free(
-            gpu_milli={device.uuid: MILLI for device in node.capabilities.accelerators},
-            cpus_milli=node.capabilities.cpus_milli,
-            memory_mib=node.capabilities.memory_mib,
-        )
-        return isinstance(fit(job.spec.requirements, node, empty), Choice)
+        return isinstance(fit(job.spec.requirements, node, left_of(node)), Choice)
 
 
 def _lacks(refusal: Refusal) -> str:
@@ -349,12 +352,13 @@ def explain_job(state: ClusterState, job: Job, placeable: Mapping[NodeId, str]) 
     submitted = state if job.id in state.jobs else replace(state, jobs={**state.jobs, job.id: job})
     made = plan(submitted, placeable)
     placed = {found.replica: found for found in made.placements if found.job == job.id}
+    now = _Draft(submitted, placeable)
     explained = []
     for replica in job.replicas:
         if replica.outcome is not None:
             continue
         if replica.assignment is not None:
-            explained.append(_explain_placed(submitted, job, replica.assignment, placeable))
+            explained.append(_explain_placed(submitted, job, replica.assignment, now))
         elif replica.index in placed:
             explained.append(_explain_choice(submitted, placed[replica.index]))
         else:
@@ -362,13 +366,8 @@ def explain_job(state: ClusterState, job: Job, placeable: Mapping[NodeId, str]) 
     return tuple(explained)
 
 
-def _explain_placed(
-    state: ClusterState, job: Job, assignment: Assignment, placeable: Mapping[NodeId, str]
-) -> ReplicaExplained:
-    draft = _Draft(state, placeable)
-    if assignment.node in draft._free:
-        draft._free[assignment.node] = draft._free[assignment.node].given_back(assignment)
-    verdicts = draft.verdicts(job, ignoring=assignment.replica.index)
+def _explain_placed(state: ClusterState, job: Job, assignment: Assignment, now: _Draft) -> ReplicaExplained:
+    verdicts = now.verdicts_without(job, assignment)
     return ReplicaExplained(
         replica=assignment.replica.index,
         is_placed=True,

@@ -198,6 +198,12 @@ def test_work_without_a_gpu_goes_where_no_gpu_is_idle() -> None:
     assert where(plan(cluster.state, {})) == {"j-a.0": "n-n2"}
 
 
+def test_a_declared_cpu_device_is_no_idle_gpu() -> None:
+    """Two nodes without a GPU: what is declared as kind "cpu" counted as one that is free."""
+    cluster = Cluster(admit("n1", gpu("c0", kind="cpu")), admit("n2"), submit(service("api")))
+    assert where(plan(cluster.state, {})) == {"j-api.0": "n-n1"}
+
+
 def test_a_node_that_is_not_placeable_is_passed_over_with_the_reason() -> None:
     cluster = Cluster(admit("n1"), admit("n2"), submit(service("a")))
     made = plan(cluster.state, {NodeId("n-n1"): "not heard of for 5s", NodeId("n-n2"): ""})
