@@ -172,7 +172,8 @@ def _check_role(role: Role, method: str, path: str) -> None:
 
 def _role_needed(method: str, path: str) -> Role:
     if method in ("GET", "HEAD"):
-        return "read"
+        # A specification has the job's environment, and so its secrets.
+        return "submit" if path.startswith("/v1/jobs/") and path.rstrip("/").endswith("/spec") else "read"
     return "submit" if path == "/v1/jobs" or path.startswith("/v1/jobs/") else "admin"
 
 

@@ -175,11 +175,15 @@ async def _last_lines(node: NodeFacade, job: JobId, replicas: list[ReplicaView])
 
 
 def _output(directory: Path, run: int) -> list[str]:
-    """What the last run wrote last. What its supervisor says of it stands in the status already."""
-    # Beside what it wrote there are its start, its end, and what follows from it.
-    lines = last_lines(directory, LAST_LINES + 4, run or None)
-    said = [line.text[:LAST_LINE_CHARS_MAX] for line in lines if line.kind in ("output", "gap")]
-    return said[-LAST_LINES:]
+    """What the last run wrote last, or the one before it while the last has written nothing. What its supervisor says
+    of it stands in the status already."""
+    for number in (run, run - 1) if run > 1 else (run,):
+        # Beside what it wrote there are its start, its end, and what follows from it.
+        lines = last_lines(directory, LAST_LINES + 4, number or None)
+        said = [line.text[:LAST_LINE_CHARS_MAX] for line in lines if line.kind in ("output", "gap")]
+        if said:
+            return said[-LAST_LINES:]
+    return []
 
 
 async def get_spec(request: Request) -> Response:

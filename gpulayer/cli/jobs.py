@@ -15,8 +15,8 @@ from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.options import job_and_replica, moment, whole_job
 from gpulayer.cli.render import ago, clean, note, pairs, reason_text, say, say_json, say_now, table, utc
 from gpulayer.client.logs import LogLine
-from gpulayer.client.sync import ENDED_STATES, Client, Job, ended
-from gpulayer.model.errors import GpulayerError, InvalidRequest, NotFound
+from gpulayer.client.sync import ENDED_STATES, Client, Document, Job, ended
+from gpulayer.model.errors import GpulayerError, InvalidRequest, NotFound, WaitTimeout
 from gpulayer.model.units import format_duration, parse_duration
 
 Follow = Annotated[bool, Parameter(name=("--follow", "-f"))]
@@ -402,19 +402,24 @@ def job_cancel(
         whole_job(name, "cancel", "for a new process of that replica alone: gpulayer job restart")
     client = connection.client()
     handles = [client.job(name) for name in job]
-    answers, failed = [], []
+    answers: dict[str, Document] = {}
+    failed: list[GpulayerError] = []
     for asked in handles:
         try:
-            answers.append(asked.cancel())
+            answers[asked.id] = asked.cancel()
         except GpulayerError as error:
             failed.append(error)
     if wait_seconds is not None:
         deadline = time.monotonic() + wait_seconds
-        stopping = {answer["id"] for answer in answers}
-        answers = [asked.wait(max(0.0, deadline - time.monotonic())) for asked in handles if asked.id in stopping]
+        for asked in handles:
+            try:
+                if asked.id in answers:
+                    answers[asked.id] = asked.wait(max(0.0, deadline - time.monotonic()))
+            except WaitTimeout as error:
+                failed.insert(0, error)
     if json and (answers or len(job) > 1):
-        say_json(answers[0] if len(job) == 1 else answers)
-    for answer in () if json else answers:
+        say_json(next(iter(answers.values())) if len(job) == 1 else list(answers.values()))
+    for answer in () if json else answers.values():
         note(f"job {answer['name']} is {answer['state']}")
     for other in failed[1:]:
         note(f"gpulayer: {other.message}")

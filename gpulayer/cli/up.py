@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from gpulayer.cli.options import key_value
 
 # How long a thread keeps the interpreter when others wait for it. The event loop waits several times a request for the
-# threads that read logs: beside 100 readers of long ones a status took 60 ms with Python's own 5 ms, and takes 9 with this.
+# threads that read logs: beside 100 readers of long ones a status takes 60 ms with Python's own 5 ms, and 9 with this.
 SWITCH_SECONDS = 0.0005
 
 

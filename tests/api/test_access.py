@@ -50,6 +50,23 @@ def test_each_role_may_do_its_own_and_no_more(daemon: Daemon) -> None:
                 assert answer.json["code"] == "permission_denied"
 
 
+def test_who_may_only_read_does_not_read_the_environment_of_a_job(daemon: Daemon) -> None:
+    body = {
+        "command": ["sleep", "100"],
+        "kind": "service",
+        "port": False,
+        "name": "keeps",
+        "env": {"KEY": "s3cret-value"},
+    }
+    assert daemon.ask("POST", "/v1/jobs", body).status == 201
+    assert daemon.ask("GET", "/v1/jobs/keeps/spec", role="submit").json["env"] == {"KEY": "s3cret-value"}
+    assert daemon.ask("GET", "/v1/jobs/keeps/spec", role="read").status == 403
+    for path in ("", "/explain", "/events", "/logs", "/endpoints"):
+        answer = daemon.ask("GET", f"/v1/jobs/keeps{path}", role="read")
+        assert answer.status == 200
+        assert b"s3cret-value" not in answer.body, path
+
+
 def test_a_role_is_judged_before_the_body_is_read(daemon: Daemon) -> None:
     token = daemon.token("read")
     head = (

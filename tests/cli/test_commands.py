@@ -451,6 +451,19 @@ def test_a_file_of_this_directory_is_pointed_out_where_the_job_would_not_see_it(
     assert "note:" not in daemon.cli("submit", "--", "echo", "data").stderr
 
 
+def test_a_cancel_of_several_tells_of_each_what_was_not_done(daemon: Daemon) -> None:
+    """The first that did not stop in time was all that was said."""
+    deaf = ("--service", "--no-port", "--stop-grace", "3s", "--", "sh", "-c", "trap '' TERM; sleep 300 & wait; wait")
+    daemon.cli("submit", "--name", "deaf", *deaf)
+    daemon.cli("submit", "--name", "deaf-too", *deaf)
+    daemon.cli("submit", "--name", "over", "--", "true")
+    done = daemon.cli("job", "cancel", "deaf", "over", "deaf-too", "--wait", "300ms")
+    assert done.returncode == 124
+    for words in ("job deaf is still stopping", "job deaf-too is still stopping", "job over ended already"):
+        assert words in done.stderr, done.stderr
+    assert daemon.cli("job", "wait", "deaf", "--timeout", "20s").returncode == 1
+
+
 def test_ctrl_c_before_the_daemon_answered_says_that_nobody_knows(daemon: Daemon, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(tmp_path / "s"))

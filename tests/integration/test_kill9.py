@@ -131,8 +131,13 @@ def test_a_daemon_killed_at_random_moments_loses_nothing_that_it_acknowledged(
         wait_for(daemon.is_ready, 30, daemon.log_tail)
     finally:
         customer.finish()
-    known = daemon.call("GET", "/v1/jobs?state=all&limit=1000")["jobs"]
-    ids = [job["id"] for job in known]
+    ids, cursor = [], ""
+    while True:
+        page = daemon.call("GET", f"/v1/jobs?state=all&limit=1000{cursor}")
+        ids += [job["id"] for job in page["jobs"]]
+        if page["next"] is None:
+            break
+        cursor = f"&cursor={page['next']}"
     assert len(customer.jobs) > KILLS / 2, "too little happened to show anything"
     assert sorted(ids) == sorted(customer.jobs.values()), "each acknowledged job once, and no other"
     for job in customer.cancelled:
