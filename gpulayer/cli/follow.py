@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -117,7 +118,7 @@ def waiting_words(replica: Mapping[str, Any]) -> tuple[str, str]:
     return sentence if is_for_ever else f"waits: {sentence}", reason["hint"]
 
 
-class _Progress:
+class _Progress(ABC):
     """What people hear, once each: what is wrong, and what to do about it; where nothing happens for long, what is
     waited for.
     """
@@ -164,13 +165,13 @@ class _Progress:
             self._hints.add(hint)
             note(f"hint: {clean(hint)}")
 
+    @abstractmethod
     def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
         """What the state of a replica is worth a line for, and the hint that goes with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_held(self, replica: Mapping[str, Any]) -> bool:
         """Whether it is one that is waited for, and of which nothing else is heard."""
-        raise NotImplementedError
 
     def _remind(self) -> None:
         patience_seconds = _REMIND_SECONDS

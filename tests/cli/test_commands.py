@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -488,6 +489,37 @@ def test_a_batch_whose_output_cannot_be_merged_keeps_its_exit_code(daemon: Daemo
     assert "--replica 0" in done.stderr
 
 
+class Heard:
+    """What a command has said on stderr so far."""
+
+    def __init__(self, command: subprocess.Popen[str]) -> None:
+        self.text = ""
+        self._command = command
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._command.stderr is not None
+        for line in self._command.stderr:
+            self.text += line
+
+    def to_the_end(self) -> str:
+        assert self._command.stdout is not None
+        self._command.stdout.read()
+        self._command.wait(10)
+        self._reader.join(10)
+        return self.text
+
+
+def holds_a_socket(pid: int) -> bool:
+    """It has connected; none of these has another use for one."""
+    try:
+        held = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return False
+    return any(each.startswith("socket:") for each in held)
+
+
 def test_who_stays_hears_that_the_daemon_is_away_and_that_it_is_back(tmp_path: Path) -> None:
     own = Daemon(tmp_path).start()
     try:
@@ -504,18 +536,19 @@ def test_who_stays_hears_that_the_daemon_is_away_and_that_it_is_back(tmp_path: P
             )
         ]
         wait_for(lambda: len(own.cli_json("job", "list")) == 3)
-        time.sleep(1)
+        wait_for(lambda: all(holds_a_socket(command.pid) for command in commands))
+        time.sleep(1)  # that each has begun to hear its answer shows nowhere; it takes some milliseconds
         own.kill9()
-        time.sleep(3)
+        heard = {command.pid: Heard(command) for command in commands}
+        wait_for(lambda: all("no daemon answers" in each.text for each in heard.values()), 20)
         own.start()
-        before = own.replica("on")
-        assert before["started_at_utc"] < time.time() - 3
+        assert own.replica("on")["started_at_utc"] < time.time() - 2
         assert re.search(r" up=\d+s", own.cli("job", "status", "on").stdout)
         assert " up=0s" not in own.cli("job", "status", "on").stdout
-        time.sleep(3)
+        wait_for(lambda: all("the daemon is back" in each.text for each in heard.values()), 20)
         for command in commands:
             os.killpg(command.pid, signal.SIGINT)
-            _, stderr = command.communicate(timeout=10)
+            stderr = heard[command.pid].to_the_end()
             assert stderr.count("no daemon answers; waiting for it to come back (") == 1, (command.args, stderr)
             assert stderr.count("the daemon is back\n") == 1, (command.args, stderr)
             assert "Traceback" not in stderr
