@@ -335,7 +335,8 @@ class AttemptShell:
                 text=f"runs without its own cgroup: {reply['cgroup_error']}",
                 hint="with systemd, set Delegate=yes",
             )
-        self._log.info("run.started", run=run.number, pid=run.pid, port=run.port)
+        # The life cycle tells the story at `info` (replica.starting, replica.exited); this is for who looks closer.
+        self._log.debug("run.started", run=run.number, pid=run.pid, port=run.port)
         self._emit(RunStarted(run=run.number, pid=run.pid or 0, port=run.port, at_utc=time.time(), warning=warning))
         self._watch_port(run, fresh=True)
 
@@ -584,7 +585,7 @@ class AttemptShell:
         if not run.has_exited and not run.is_gone:
             run.has_exited = True
             self._services.checks.forget(self.id, run.number)
-            self._log.info("run.exited", run=run.number, code=note.get("code"), signal=note.get("signal"))
+            self._log.debug("run.exited", run=run.number, code=note.get("code"), signal=note.get("signal"))
             self._emit(RunExited(exit=exit_of(run.number, note)))
 
     def _is_gone(self, run: _Run) -> None:
