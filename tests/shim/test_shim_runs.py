@@ -163,7 +163,9 @@ def test_the_file_of_the_next_run_is_prepared_and_counts_for_nothing(
     pid = attempt.client.ask("hello")["pid"]
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: spawner.spawn(attempt.directory)["ok"])
-    hello = connect(attempt.directory).ask("hello")
+    successor = connect(attempt.directory)
+    hello = successor.ask("hello")
+    assert successor.ask("quit")["ok"], "the fixture knows only the first shim"
     assert (hello["last_run"], hello["last_exit"]["code"]) == (1, 3)
 
 
