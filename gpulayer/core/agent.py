@@ -33,6 +33,7 @@ from gpulayer.core.replica.messages import (
     ReplicaEffect,
     ReplicaEvent,
     Report,
+    ReportRefused,
     ReportReleased,
     RestartRequested,
     StopRun,
@@ -236,7 +237,7 @@ class Agent:
         attempt_id = attempt.life.order.assignment.id
         told: list[AgentEffect] = []
         for effect in effects:
-            if isinstance(effect, Report | ReportReleased):
+            if isinstance(effect, Report | ReportReleased | ReportRefused):
                 if not attempt.is_ordered:
                     continue  # there is no assignment that it could be the end of
                 attempt.reported = now
@@ -259,7 +260,7 @@ class Agent:
         own = lifecycle.deadline(attempt.life)
         return min(own, self._report_due(attempt)) if self._owed(attempt) is not None else own
 
-    def _owed(self, attempt: _Attempt) -> Report | ReportReleased | None:
+    def _owed(self, attempt: _Attempt) -> Report | ReportReleased | ReportRefused | None:
         return lifecycle.owed(attempt.life, outcome_known=attempt.order.outcome_known) if attempt.is_ordered else None
 
     @staticmethod

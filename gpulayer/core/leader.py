@@ -6,6 +6,8 @@ cluster's. A leader that is not one any more does no harm: apply checks everythi
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
@@ -28,6 +30,11 @@ FORGET_INTERVAL = Duration(60.0)
 FORGET_BATCH = 1000
 # After a proposal that failed: long enough not to spin on a full disk, short enough that nobody notices a lost race.
 RETRY_DELAY = Duration(1.0)
+# After a plan that came to nothing although the state says that it fits: its node has refused it, and its record, which
+# says why, is committed once in ten seconds at most (lifecycle.md §2.1).
+REFUSED_DELAY = Duration(10.0)
+# Replicas that are refused in turn take turns in plans; so many of these are remembered.
+TRIED_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,10 @@ class Leader:
         self._state = ClusterState()
         self._placeable: Mapping[NodeId, str] = {}
         self._planned: _Inputs | None = None
+        self._tried: deque[tuple[_Inputs, Instant]] = deque(maxlen=TRIED_MAX)
+        """What the newest plans with placements were made from, and when, while the nodes are as they are. Inputs that
+        come back have come to nothing."""
+        self._again_at: Instant = NEVER
         self._plan_in_flight: CommitPlan | None = None
         self._retry_at: Instant = NEVER
         self._forget_in_flight: ForgetJobs | None = None
@@ -85,7 +96,7 @@ class Leader:
 
     @property
     def deadline(self) -> Instant:
-        return min(self._retry_at, self._forget_at)
+        return min(self._retry_at, self._again_at, self._forget_at)
 
     def step(self, event: LeaderEvent, now: Instant) -> list[Propose]:
         match event:
@@ -114,10 +125,14 @@ class Leader:
     def _plan(self, now: Instant) -> list[Propose]:
         if now >= self._retry_at:
             self._retry_at, self._planned = NEVER, None
+        self._again_at = NEVER
         if self._plan_in_flight is not None or self._retry_at != NEVER:
             return []
         inputs = self._inputs()
         if inputs == self._planned:
+            return []
+        if inputs.waiting and (tried_at := self._when_tried(inputs)) + REFUSED_DELAY > now:
+            self._again_at = Instant(tried_at + REFUSED_DELAY)
             return []
         self._planned = inputs
         if not inputs.waiting:
@@ -125,8 +140,14 @@ class Leader:
         made = plan(self._state, self._placeable)
         if not made.placements:
             return []
+        self._tried.append((inputs, now))
         self._plan_in_flight = as_command(made)
         return [Propose(command=self._plan_in_flight)]
+
+    def _when_tried(self, inputs: _Inputs) -> float:
+        if self._tried and self._tried[-1][0].nodes != inputs.nodes:
+            self._tried.clear()
+        return max((at for tried, at in self._tried if tried == inputs), default=-math.inf)
 
     def _inputs(self) -> _Inputs:
         waiting = tuple((job.id, job.revision, tuple(waiting_replicas(job))) for job in waiting_jobs(self._state))
@@ -136,7 +157,8 @@ class Leader:
 
     def _notice_commits(self, now: Instant) -> None:
         if self._plan_in_flight is not None and self._state.planned_at >= self._plan_in_flight.based_on:
-            self._plan_in_flight = None
+            # What was placed may wait again already, as if nothing had happened: states between are not always told.
+            self._plan_in_flight = self._planned = None
         if self._forget_in_flight is not None and not self._still_has(self._forget_in_flight):
             was_full = len(self._forget_in_flight.jobs) + len(self._forget_in_flight.answers) >= FORGET_BATCH
             self._forget_in_flight = None
@@ -148,6 +170,7 @@ class Leader:
     def _notice_failure(self, command: Command, now: Instant) -> None:
         if command == self._plan_in_flight:
             self._plan_in_flight = None
+            self._tried.pop()
             self._retry_at = Instant(now + RETRY_DELAY)
         elif command == self._forget_in_flight:
             self._forget_in_flight = None  # tried again with the next interval

@@ -6,6 +6,7 @@ nowhere else. Expected refusals (a plan that found no place) are values, not err
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -57,7 +58,7 @@ class Unreachable(GpulayerError):
     default_code = "unreachable"
 
 
-class WaitTimeout(GpulayerError):
+class WaitTimeout(GpulayerError, TimeoutError):
     """Waited as long as was asked for; what was waited for goes on."""
 
     default_code = "wait_timeout"
@@ -70,9 +71,26 @@ class StorageFailed(GpulayerError):
 
 
 class JobEnded(GpulayerError):
-    """The job that was waited for ended without success; `state` and `reason` say how."""
+    """The job ended while something else of it was waited for.
+
+    `state` says how (succeeded, failed, cancelled, lost), `reason` why: `code`, `text`, `hint`; None where nothing went
+    wrong, or where it is not known.
+    """
 
     default_code = "job_ended"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        code: str | None = None,
+        state: str = "",
+        reason: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, code=code)
+        self.state = state
+        self.reason = reason
 
 
 BY_CODE: dict[str, type[GpulayerError]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,6 +11,7 @@ from gpulayer.model.ids import AttemptId, NodeId, ReplicaId
 REASON_CODES: tuple[str, ...] = (
     "queued",
     "no_capacity",
+    "never_fits",
     "starting",
     "bad_command",
     "bad_workdir",
@@ -22,10 +24,13 @@ REASON_CODES: tuple[str, ...] = (
     "listens_elsewhere",
     "port_taken",
     "not_listening",
+    "only_shell_left",
     "timeout",
     "interrupted",
     "supervisor_killed",
     "unkillable",
+    "devices_not_clear",
+    "device_unavailable",
     "cancelled",
     "replica_ended",
     "restart_requested",
@@ -60,6 +65,16 @@ class Exit:
     @property
     def succeeded(self) -> bool:
         return self.code == 0
+
+    @property
+    def signal_text(self) -> str:
+        """`9 (SIGKILL)`; empty where no signal ended it."""
+        if self.signal is None:
+            return ""
+        try:
+            return f"{self.signal} ({signal.Signals(self.signal).name})"
+        except ValueError:
+            return str(self.signal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

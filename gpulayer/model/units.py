@@ -105,6 +105,8 @@ def parse_gpus(value: str | int | float, what: str = "gpus") -> int:
         ) from None
     if not math.isfinite(number) or number < 0 or number > 1024:
         raise InvalidRequest(f"{what}: {value} is not between 0 and 1024", hint="write 1, 2, or a share such as 0.5")
+    if number == 0 and isinstance(value, str) and "." in value:
+        raise InvalidRequest(f"{what}: {value} is a share of nothing", hint="write 0 for none, or a share such as 0.5")
     milli = round(number * MILLI)
     if abs(milli - number * MILLI) > 1e-6 or (milli == 0 and number > 0):
         raise InvalidRequest(f"{what}: {value} is finer than a thousandth of a GPU", hint="write 0.5, 0.25 or 0.125")

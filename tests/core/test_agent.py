@@ -14,6 +14,7 @@ from gpulayer.core.replica.messages import (
     AgentEvent,
     AttemptEvent,
     AttemptsFound,
+    DevicesNotClear,
     Discard,
     FoundAttempt,
     FoundRun,
@@ -22,9 +23,11 @@ from gpulayer.core.replica.messages import (
     OrdersChanged,
     ReplicaEvent,
     Report,
+    ReportRefused,
     ReportReleased,
     RunExited,
     RunStarted,
+    StartRefused,
     StartRun,
     StopRun,
     TreeGone,
@@ -32,6 +35,7 @@ from gpulayer.core.replica.messages import (
 )
 from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
+from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import Assignment, Endpoint, Exit, Reason
 from gpulayer.model.units import NEVER, Instant
 
@@ -352,3 +356,95 @@ def test_stories_of_closed_attempts_are_bounded() -> None:
         table.orders()
     assert table.agent.history(order("j-0").assignment.id) == ()
     assert table.agent.history(order(f"j-{CLOSED_MAX + 4}").assignment.id) != ()
+
+
+# --- what is refused here ------------------------------------------------------------------------------------------
+
+IN_USE = Reason(code="device_unavailable", text="GPU-0 is used by others: pid 7")
+SEEN = Accelerator(uuid="GPU-0", kind="cuda", vendor="nvidia", model="H100", memory_mib=1024, unhealthy="GPU is lost")
+
+
+def refused(run: int = 1) -> StartRefused:
+    return StartRefused(run=run, reason=IN_USE, observed=(SEEN,))
+
+
+@pytest.mark.parametrize("spec", [SERVICE, BATCH])
+def test_a_refusal_is_repeated_until_the_log_shows_it_and_nothing_is_executed(spec: JobSpec) -> None:
+    a = order(spec=spec)
+    table = Table(a)
+    table.tell(a, refused())
+    refusal = ReportRefused(reason=IN_USE, observed=(SEEN,))
+    assert table.asked(ReportRefused) == [(a.assignment.id, refusal)]
+    assert table.state(a) == "waiting"
+    assert table.wait(REPORT_AGAIN_AFTER - 0.1) == []
+    for _ in range(3):
+        table.wait(REPORT_AGAIN_AFTER)
+        assert [told.effect for told in table.effects] == [refusal]
+        assert table.orders(a) == []
+    assert table.orders() == []
+    assert table.agent.statuses() == {}
+    assert table.agent.deadline == NEVER
+    assert "is not started here" in " ".join(text for _, text in table.agent.history(a.assignment.id))
+
+
+def test_the_next_attempt_begins_although_the_one_before_was_refused_here() -> None:
+    a, again = order(spec=BATCH), order(spec=BATCH, attempt=2)
+    table = Table(a)
+    table.tell(a, refused())
+    table.orders(again)
+    assert [(attempt.attempt, start.run) for attempt, start in table.asked(StartRun)] == [(2, 1)]
+    table.tell(again, started(), exited(0), TreeGone(run=1))
+    assert table.state(again) == "ended"
+
+
+def test_a_refused_attempt_that_is_cancelled_meanwhile_is_reported_all_the_same() -> None:
+    """The log makes an end of it: the replica is cancelled, and its devices are free."""
+    a = order()
+    table = Table(a)
+    table.tell(a, refused())
+    assert table.orders(order(withdrawn=CANCELLED)) == []
+    table.wait(REPORT_AGAIN_AFTER)
+    assert len(table.asked(ReportRefused)) == 1
+    table.orders(order(known=True))
+    table.wait(REPORT_AGAIN_AFTER)
+    assert [told.effect for told in table.effects] == [ReportReleased()]
+
+
+def test_an_assignment_that_is_given_up_during_a_start_that_is_refused_leaves_nothing() -> None:
+    a = order()
+    table = Table(a)
+    assert table.orders() == []
+    table.tell(a, refused())
+    assert table.asked(ReportRefused) == table.asked(Report) == []
+    assert len(table.asked(Discard)) == 1
+    assert table.agent.statuses() == {}
+
+
+@pytest.mark.parametrize("has_sandbox", [True, False])
+def test_a_refusal_that_was_not_committed_is_forgotten_with_the_daemon_and_begun_again(has_sandbox: bool) -> None:
+    a = order(spec=BATCH)
+    table = Table(a, found=(found(a, run=0),) if has_sandbox else ())
+    assert [start.run for _, start in table.asked(StartRun)] == [1]
+    table.tell(a, refused())
+    assert table.state(a) == "waiting"
+
+
+def test_one_replica_that_is_refused_does_not_touch_another() -> None:
+    a, b = order("j-a"), order("j-b")
+    table = Table(a, b)
+    table.tell(b, started(), ListenerFound(run=1, at_utc=1.0))
+    table.tell(a, refused())
+    assert (table.state(a), table.state(b)) == ("waiting", "ready")
+    assert {attempt for attempt, _ in table.asked(Discard)} == {a.assignment.id}
+
+
+def test_devices_that_are_not_clear_keep_the_release_back() -> None:
+    a = order(spec=BATCH)
+    table = Table(a)
+    table.tell(a, started(), exited(0), DevicesNotClear(run=1, text="the driver still lists pid 7 on GPU-0"))
+    assert [report.released for _, report in table.asked(Report)] == [False]
+    table.orders(order(spec=BATCH, known=True))
+    assert table.agent.deadline == NEVER
+    assert table.state(a) == "stopping"
+    table.tell(a, TreeGone(run=1))
+    assert [told.effect for told in table.effects] == [ReportReleased(), Discard()]

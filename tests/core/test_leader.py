@@ -17,6 +17,7 @@ from gpulayer.core.leader import (
     ENDED_JOBS_MAX,
     FORGET_BATCH,
     FORGET_INTERVAL,
+    REFUSED_DELAY,
     RETRY_DELAY,
     Leader,
     PlaceableChanged,
@@ -26,6 +27,7 @@ from gpulayer.core.leader import (
 )
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.ids import JobId, NodeId
+from gpulayer.model.node import Accelerator
 from gpulayer.model.units import NEVER, Instant
 from tests.core.cluster.states import (
     CANCELLED,
@@ -36,6 +38,7 @@ from tests.core.cluster.states import (
     failed,
     gpu,
     histories,
+    refused,
     service,
     submit,
 )
@@ -61,6 +64,7 @@ class Led:
     def step(self, event: StateAdvanced | PlaceableChanged | ProposalFailed | Tick) -> None:
         self.proposed += [effect.command for effect in self.leader.step(event, self.now)]
         self.leader.check()
+        assert not isinstance(event, Tick) or self.leader.deadline > self.now, "a Tick leaves nothing undone"
 
     def commit(self) -> Command:
         command = self.proposed.pop(0)
@@ -101,6 +105,101 @@ def test_a_job_that_waits_is_planned_again_only_when_something_it_waits_for_chan
     assert not led.proposed, "its end is known, but the GPU is not free yet"
     led.do(ReplicaReleased(job=JobId("j-a"), replica=0, attempt=1))
     assert len(led.proposed) == 1
+
+
+def refuse(led: Led, *observed: Accelerator) -> None:
+    """Its node cannot carry out the newest attempt, and says what it sees."""
+    led.do(refused(*observed, attempt=led.cluster.job().replicas[0].attempts))
+
+
+def test_a_refused_replica_is_planned_at_once_where_there_is_another_place() -> None:
+    led = Led(admit("n1", gpu("g0")), admit("n2", gpu("g1", gib=90)), submit(service(gpus=1)))
+    led.commit()
+    refuse(led, gpu("g0", foreign_milli=1000))
+    led.commit()
+    assignment = led.cluster.job().replicas[0].assignment
+    assert assignment is not None
+    assert (assignment.node, assignment.attempt) == ("n-n2", 2)
+
+
+def test_what_was_refused_is_planned_again_when_its_node_changes_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan, a refusal, a plan, a refusal …: two entries of the log each, as fast as the disk allows."""
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    led.commit()
+    in_use = gpu("g0", foreign_milli=1000)
+    refuse(led, in_use)
+    assert not led.proposed
+    with monkeypatch.context() as nothing_is_computed:
+        nothing_is_computed.setattr(leader_module, "plan", None)
+        for _ in range(5):
+            led.now = Instant(led.now + 10)
+            led.do(admit("n1", in_use))  # its node says again what it has said with the refusal
+            led.step(Tick())
+    led.do(admit("n1", replace(in_use, foreign="pid 8")))
+    assert not led.proposed, "looked at, and still in use"
+    led.do(admit("n1", gpu("g0")))
+    (made,) = led.proposed
+    assert isinstance(made, CommitPlan)
+    assert [placement.attempt for placement in made.placements] == [2]
+
+
+def test_a_node_that_refuses_whatever_it_gets_gets_one_plan_for_each_change_of_its_record() -> None:
+    led = Led(admit("n1", gpu("g0"), gpu("g1")), submit(service(gpus=1)))
+    plans = 0
+    for change in range(3):
+        while led.proposed:
+            led.commit()
+            plans += 1
+            assignment = led.cluster.job().replicas[0].assignment
+            assert assignment is not None
+            refuse(led, *(gpu(share.uuid, unhealthy=f"fault {change}") for share in assignment.devices))
+        assert plans == 2 * (change + 1), "one for each device"
+        led.do(admit("n1", gpu("g0"), gpu("g1")))
+    assert led.cluster.job().replicas[0].attempts == 6
+
+
+def test_a_refusal_that_says_nothing_new_is_not_answered_by_the_same_plan_at_once() -> None:
+    """A node that does not know a device any more has nothing to tell of it, and its record follows only after seconds:
+    until then the same plan was made again and refused again, as fast as the disk allows."""
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    led.commit()
+    refuse(led)
+    assert not led.proposed
+    assert led.leader.deadline <= led.now + 60
+    for _ in range(3):
+        attempts = led.cluster.job().replicas[0].attempts
+        led.now = led.leader.deadline
+        led.step(Tick())
+        led.commit()
+        assert led.cluster.job().replicas[0].attempts == attempts + 1
+        refuse(led)
+        assert not led.proposed
+    led.do(submit(service("other")))
+    assert led.proposed, "what changed is planned at once"
+
+
+def test_a_plan_and_its_refusal_that_are_told_as_one_are_not_missed() -> None:
+    """The state is the same as before, and the replica waited until something else changed."""
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    led.cluster.do(led.proposed.pop(0), refused())
+    led.step(StateAdvanced(state=led.cluster.state))
+    led.now = led.leader.deadline
+    led.step(Tick())
+    led.commit()
+    assert led.cluster.job().replicas[0].assignment is not None
+
+
+def test_replicas_that_are_refused_in_turn_do_not_make_the_leader_spin() -> None:
+    led = Led(admit("n1", gpu("g0"), gpu("g1")), submit(service(replicas=2, gpus=1, spread="any")))
+    for _ in range(30):
+        if led.proposed:
+            led.commit()
+        index = max((0, 1), key=lambda index: led.cluster.job().replicas[index].assignment is not None)
+        led.do(refused(replica=index, attempt=led.cluster.job().replicas[index].attempts))
+    assert not led.proposed
+    assert sum(replica.attempts for replica in led.cluster.job().replicas) <= 10
 
 
 def test_a_node_that_opens_is_planned_for() -> None:
@@ -191,7 +290,7 @@ def test_whatever_happens_nothing_that_fits_waits_in_the_end(history: list[Act],
                 led.now = Instant(led.now + 0.5)
                 led.step(Tick())
     for _ in range(20):
-        led.now = Instant(led.now + RETRY_DELAY)
+        led.now = Instant(led.now + REFUSED_DELAY)
         led.step(Tick())
         if led.proposed:
             led.commit()

@@ -110,7 +110,7 @@ def test_gpus_are_read_as_thousandths(value: str | int, milli: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["1.5", "-1", "nan", "inf", "x", "0.0001", "2000", pytest.param(10**400, id="400 digits")]
+    "value", ["1.5", "-1", "nan", "inf", "x", "0.0001", "0.0", "2000", pytest.param(10**400, id="400 digits")]
 )
 def test_what_is_no_number_of_gpus(value: str | int) -> None:
     with pytest.raises(InvalidRequest) as caught:

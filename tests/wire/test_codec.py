@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from gpulayer.core.cluster import commands
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.errors import InvalidRequest
-from gpulayer.model.ids import JobId, ReplicaId
+from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec, Requirements
+from gpulayer.model.node import Accelerator, Capabilities, NumaNode
+from gpulayer.model.replica import Reason
 from gpulayer.wire.codec import INT_MAX, INT_MIN, DecodeError, EncodeError, decode, digest, encode
 
 Host = NewType("Host", str)
@@ -137,6 +139,94 @@ def test_a_field_with_a_default_can_be_added_and_removed() -> None:
     assert decode(old, encode(Ping(seq=3, note="new"))) == old(seq=3)
     assert decode(Ping, encode(old(seq=3))) == Ping(seq=3)
     assert cbor2.loads(encode(Ping(seq=3))) == {"": "Ping", "seq": 3}
+
+
+# What the version wrote that knew declared devices only: an entry of the log, and a snapshot.
+ENTRY_BEFORE_NVML = bytes.fromhex(
+    "a560684c6f67456e747279647465726d0165696e646578016661745f757463fb3ff000000000000067636f6d6d616e64a5606941646d"
+    "69744e6f6465646e616d65626e31646e6f6465646e2d6e3169616476657274697365693132372e302e302e316c6361706162696c6974"
+    "696573a36a637075735f6d696c6c69193e806a6d656d6f72795f6d69621a000100006c616363656c657261746f727382a5646b696e64"
+    "64637564616475756964626730656d6f64656c64413130306676656e646f72666e76696469616a6d656d6f72795f6d69621a00014000"
+    "a6646b696e6464637564616475756964626731656d6f64656c64413130306676656e646f72666e766964696169756e6865616c746879"
+    "63686f746a6d656d6f72795f6d69621a00014000"
+)
+SNAPSHOT_BEFORE_NVML = bytes.fromhex(
+    "a7606c436c75737465725374617465646a6f6273a1656a2d776562a7626964656a2d776562646e616d65637765626473706563a46461"
+    "72677681692f62696e2f74727565646b696e646773657276696365646e616d65637765626c726571756972656d656e7473a16a677075"
+    "735f6d696c6c691901f4687265706c6963617381a465696e6465780068617474656d70747301696c6173745f6e6f6465646e2d6e316a"
+    "61737369676e6d656e74a5646e6f6465646e2d6e3167617474656d707401676465766963657381a26475756964626730656d696c6c69"
+    "1901f4677265706c696361a2636a6f62656a2d77656265696e64657800687265766973696f6e01687265766973696f6e01707375626d"
+    "69747465645f61745f757463fb4000000000000000727375626d69747465645f61745f696e64657802647465726d0165696e64657803"
+    "656e6f646573a1646e2d6e31a5626964646e2d6e31646e616d65626e3169616476657274697365693132372e302e302e316c63617061"
+    "62696c6974696573a36a637075735f6d696c6c69193e806a6d656d6f72795f6d69621a000100006c616363656c657261746f727382a5"
+    "646b696e6464637564616475756964626730656d6f64656c64413130306676656e646f72666e76696469616a6d656d6f72795f6d6962"
+    "1a00014000a6646b696e6464637564616475756964626731656d6f64656c64413130306676656e646f72666e766964696169756e6865"
+    "616c74687963686f746a6d656d6f72795f6d69621a000140006f61646d69747465645f61745f757463fb3ff00000000000006874696d"
+    "655f757463fb40080000000000006a706c616e6e65645f617402"
+)
+
+
+def test_the_log_of_a_version_that_knew_less_of_devices_is_read_and_written_as_it_was() -> None:
+    """Its devices are well or not as they were, and nobody else is on them; what is unknown adds no byte."""
+    entry = decode(commands.LogEntry, ENTRY_BEFORE_NVML)
+    state = decode(ClusterState, SNAPSHOT_BEFORE_NVML)
+    assert isinstance(entry.command, commands.AdmitNode)
+    for capabilities in (entry.command.capabilities, state.nodes[NodeId("n-n1")].capabilities):
+        g0, g1 = capabilities.accelerators
+        assert (g0.uuid, g0.source, g0.foreign_milli, g0.parent, g0.index) == ("g0", "declared", 0, "", None)
+        assert (g0.usable_milli, g1.usable_milli, g1.unhealthy) == (1000, 0, "hot")
+        assert (capabilities.gpu_detect, capabilities.drivers, capabilities.disk_mib) == ("none", (), 0)
+    assert encode(entry) == ENTRY_BEFORE_NVML
+    assert encode(state) == SNAPSHOT_BEFORE_NVML
+
+
+def test_what_the_log_says_of_devices_and_refusals_is_read_back() -> None:
+    device = Accelerator(
+        uuid="MIG-1",
+        kind="cuda",
+        vendor="nvidia",
+        model="H100 1g.10gb",
+        memory_mib=10240,
+        source="nvml",
+        index=3,
+        compute_capability="9.0",
+        pci_bus_id="0000:3b:00.0",
+        numa_node=1,
+        nvlink_peers=("GPU-1", "GPU-2"),
+        parent="GPU-0",
+        unhealthy="GPU is lost",
+        foreign="pid 7",
+        foreign_milli=1000,
+    )
+    capabilities = Capabilities(
+        accelerators=(device,),
+        cpus_milli=1000,
+        memory_mib=1024,
+        undetected=("NVLink",),
+        gpu_detect="error",
+        drivers=(("cuda", "12.4"), ("nvidia", "550.1")),
+        disk_mib=10,
+        numa=(NumaNode(id=0, cpus="0-15", memory_mib=512),),
+    )
+    said: tuple[commands.Command, ...] = (
+        commands.AdmitNode(node=NodeId("n-1"), name="n1", advertise="10.0.0.5", capabilities=capabilities),
+        commands.ReplicaRefused(
+            job=JobId("j-1"), replica=0, attempt=2, reason=Reason(code="device_unavailable"), observed=(device,)
+        ),
+        commands.ReplicaRefused(job=JobId("j-1"), replica=0, attempt=2, reason=Reason(code="device_unavailable")),
+    )
+    for command in said:
+        entry = commands.LogEntry(index=1, term=1, at_utc=0.5, command=command)
+        assert decode(commands.LogEntry, encode(entry)) == entry
+
+
+@pytest.mark.parametrize(
+    "change", [{"foreign_milli": 1001}, {"foreign_milli": -1}, {"foreign": "pid 7"}, {"foreign_milli": 5}, {"uuid": ""}]
+)
+def test_a_device_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    raw = {"uuid": "g0", "kind": "cuda", "vendor": "nvidia", "model": "A100", "memory_mib": 1, **change}
+    with pytest.raises(DecodeError):
+        decode(Accelerator, cbor2.dumps(raw))
 
 
 def test_a_missing_field_without_a_default_is_named() -> None:

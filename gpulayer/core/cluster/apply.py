@@ -23,6 +23,7 @@ from gpulayer.core.cluster.commands import (
     LogEntry,
     Placement,
     ReplicaEnded,
+    ReplicaRefused,
     ReplicaReleased,
     RestartReplicas,
     RevokeToken,
@@ -33,13 +34,15 @@ from gpulayer.model.cluster import ROLES, ClusterState, Job, KeyedAnswer, Replic
 from gpulayer.model.event import Event
 from gpulayer.model.ids import NAME_PATTERN, JobId, NodeId, ReplicaId
 from gpulayer.model.job import Requirements
-from gpulayer.model.node import Capabilities, Node
+from gpulayer.model.node import Accelerator, Capabilities, Node, excluded_by
 from gpulayer.model.replica import Assignment, Outcome, Reason
 from gpulayer.model.units import MILLI, format_duration, format_gpus
 
 # Event.seq is index * 1000 + k: the feed stays ordered by one number, and an entry has room for this many events.
 EVENTS_PER_ENTRY_MAX = 1000
 NAME_LENGTH_MAX = 63
+# One event has a sentence for each of so many devices.
+DEVICES_TOLD_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,8 @@ def _applied(state: ClusterState, command: Command) -> Applied:
             return _replica_ended(state, command)
         case ReplicaReleased():
             return _replica_released(state, command)
+        case ReplicaRefused():
+            return _replica_refused(state, command)
         case ForgetJobs():
             return _forget_jobs(state, command)
         case CreateToken():
@@ -179,13 +184,40 @@ def _what_changed(old: Node, new: Node) -> str:
         changes.append(f"it was called {old.name}")
     if old.advertise != new.advertise:
         changes.append(f"it is reached at {new.advertise}, was {old.advertise}")
-    if old.capabilities.accelerators != new.capabilities.accelerators:
-        was, now = len(old.capabilities.accelerators), len(new.capabilities.accelerators)
-        unwell = len([device for device in new.capabilities.accelerators if device.unhealthy])
-        changes.append(f"it has {_count(now, 'accelerator')} ({unwell} unhealthy), had {was}")
+    changes += _what_changed_in_devices(old.capabilities, new.capabilities)
     if not changes:
-        changes.append("its CPUs, memory or labels are others")
+        is_in_devices = old.capabilities.accelerators != new.capabilities.accelerators
+        what = "facts of its accelerators" if is_in_devices else "its CPUs, memory, labels or drivers"
+        changes.append(f"{what} are others")
     return f"node {new.name} changed: " + "; ".join(changes)
+
+
+def _what_changed_in_devices(old: Capabilities, new: Capabilities) -> list[str]:
+    """What people want to hear of devices: which one, and why. The rest is counted."""
+    before = {device.uuid: device for device in old.accelerators}
+    after = {device.uuid: device for device in new.accelerators}
+    told = []
+    if _detection(old) != _detection(new):
+        told.append(_detection(new))
+    if before.keys() != after.keys():
+        told.append(f"it has {_count(len(after), 'accelerator')}, had {len(before)}")
+    for uuid, device in sorted(after.items()):
+        was = before.get(uuid)
+        name = f"{uuid} ({device.model})" if device.model else uuid
+        if device.unhealthy != (was.unhealthy if was is not None else ""):
+            told.append(f"{name} is unhealthy: {device.unhealthy}" if device.unhealthy else f"{name} is well again")
+        if device.foreign != (was.foreign if was is not None else ""):
+            told.append(
+                f"{name} is used by others: {device.foreign}" if device.foreign else f"{name} is free of others"
+            )
+    if len(told) > DEVICES_TOLD_MAX:
+        told = [*told[:DEVICES_TOLD_MAX], f"and {len(told) - DEVICES_TOLD_MAX} more"]
+    return told
+
+
+def _detection(capabilities: Capabilities) -> str:
+    why = "; ".join(capabilities.undetected) if capabilities.gpu_detect == "error" else ""
+    return f"gpu_detect={capabilities.gpu_detect}" + (f": {why}" if why else "")
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -440,11 +472,15 @@ def _devices_hold(placement: Placement, needs: Requirements, node: Node, held: _
         return False
     if len({share.uuid for share in placement.devices}) != len(placement.devices):
         return False
-    usable = {device.uuid for device in node.capabilities.accelerators if not device.unhealthy}
-    return all(
-        share.uuid in usable and held.gpu_milli[node.id, share.uuid] + share.milli <= MILLI
-        for share in placement.devices
-    )
+    accelerators = node.capabilities.accelerators
+    usable = {device.uuid: device.usable_milli for device in accelerators}
+    together = {share.uuid for share in placement.devices}
+    for share in placement.devices:
+        if held.gpu_milli[node.id, share.uuid] + share.milli > usable.get(share.uuid, 0):
+            return False
+        if any(uuid in together or held.gpu_milli[node.id, uuid] for uuid in excluded_by(share.uuid, accelerators)):
+            return False
+    return True
 
 
 def _assignment(placement: Placement, job: Job, replica: Replica) -> Assignment:
@@ -585,6 +621,56 @@ def _replica_released(state: ClusterState, command: ReplicaReleased) -> Applied:
     return _release(state, job, replica, replica.assignment)
 
 
+def _replica_refused(state: ClusterState, command: ReplicaRefused) -> Applied:
+    """The replica is back in the queue, and what its node saw of the devices is what the next plan is made from."""
+    found = _find(state, command.job, command.replica)
+    if isinstance(found, Rejected):
+        return Applied(state=state, result=found)
+    job, replica = found
+    assignment = replica.assignment
+    if assignment is None and command.attempt == replica.attempts > 0:  # said before
+        return Applied(state=state, result=Accepted(job=job.id, name=job.name))
+    if assignment is None or assignment.attempt != command.attempt:
+        return _not_that_attempt(state, job, replica, command.attempt)
+    state, observed_events = _with_observed(state, assignment.node, command.observed)
+    if replica.outcome is not None:  # its end was known, and what was asked for was only the release
+        released = _release(state, job, replica, assignment)
+        return replace(released, events=released.events + observed_events)
+    name = _node_name(state, assignment.node)
+    event = _event(
+        state,
+        "replica.refused",
+        f"{name} cannot run replica {replica.index} of {job.name}, which waits again: "
+        f"{command.reason.text or command.reason.code}",
+        job=job.id,
+        replica=replica.index,
+        node=name,
+        data=(("attempt", str(command.attempt)), ("reason", command.reason.code)),
+    )
+    freed = replace(replica, assignment=None)
+    if job.stopping is not None:
+        why = assignment.withdrawn or command.reason
+        freed = replace(freed, outcome=Outcome(result="cancelled", reason=why))
+    events = (event, _released_event(state, job, assignment), *observed_events)
+    return _finish(state, _with_replica(job, freed), events)
+
+
+def _with_observed(
+    state: ClusterState, node_id: NodeId, observed: tuple[Accelerator, ...]
+) -> tuple[ClusterState, tuple[Event, ...]]:
+    """The node with these of its devices as it sees them now."""
+    node = state.nodes.get(node_id)
+    if node is None:
+        return state, ()
+    seen = {device.uuid: device for device in observed}
+    devices = tuple(seen.get(device.uuid, device) for device in node.capabilities.accelerators)
+    changed = replace(node, capabilities=replace(node.capabilities, accelerators=devices))
+    if changed == node:
+        return state, ()
+    event = _event(state, "node.changed", _what_changed(node, changed), node=node.name, data=(("id", node.id),))
+    return replace(state, nodes={**state.nodes, node.id: changed}), (event,)
+
+
 def _release(state: ClusterState, job: Job, replica: Replica, assignment: Assignment) -> Applied:
     freed = _with_replica(job, replace(replica, assignment=None))
     return _finish(state, freed, (_released_event(state, job, assignment),))
@@ -688,8 +774,13 @@ def _unknown_job(job: JobId) -> Rejected:
 
 
 def _not_that_attempt(state: ClusterState, job: Job, replica: Replica, attempt: int) -> Applied:
-    now = f"attempt {replica.attempts}" if replica.attempts else "not placed yet"
-    return _rejected(state, "refused", f"replica {replica.index} of {job.name} is at {now}, not at attempt {attempt}")
+    if replica.attempts == attempt > 0:
+        now = f"waits again after attempt {attempt}"
+    elif replica.attempts:
+        now = f"is at attempt {replica.attempts}, not at attempt {attempt}"
+    else:
+        now = f"is not placed yet, so not at attempt {attempt}"
+    return _rejected(state, "refused", f"replica {replica.index} of {job.name} {now}")
 
 
 def _find(state: ClusterState, job_id: JobId, index: int) -> tuple[Job, Replica] | Rejected:

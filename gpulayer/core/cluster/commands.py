@@ -11,7 +11,7 @@ from typing import TypeAlias
 from gpulayer.model.cluster import Role
 from gpulayer.model.ids import JobId, NodeId, TokenId
 from gpulayer.model.job import JobSpec
-from gpulayer.model.node import Capabilities
+from gpulayer.model.node import Accelerator, Capabilities
 from gpulayer.model.replica import DeviceShare, Outcome, Reason
 
 
@@ -100,6 +100,20 @@ class ReplicaReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRefused:
+    """A node cannot carry out an order, and has executed nothing of the attempt's newest run: the replica waits again.
+
+    `observed`: the devices that were in the way, as the node sees them now. They are part of the same entry, so that
+    no plan between the two can choose them again."""
+
+    job: JobId
+    replica: int
+    attempt: int
+    reason: Reason
+    observed: tuple[Accelerator, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetJobs:
     """Ended jobs and old idempotency answers that are past their keeping time (lifecycle.md §9)."""
 
@@ -129,6 +143,7 @@ Command: TypeAlias = (
     | CommitPlan
     | ReplicaEnded
     | ReplicaReleased
+    | ReplicaRefused
     | ForgetJobs
     | CreateToken
     | RevokeToken

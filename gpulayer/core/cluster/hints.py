@@ -13,6 +13,7 @@ from gpulayer.model.replica import Reason
 HINTS: dict[str, str] = {
     "queued": "wait: it is placed within moments",
     "no_capacity": "wait until something ends, ask for less, or add a node; `gpulayer job explain JOB` has every node",
+    "never_fits": "ask for what there is, or add a node that has it; `gpulayer job explain JOB` has every node",
     "starting": "wait, or see what it does with `gpulayer job logs JOB`",
     "bad_command": "the program must be there and executable on the node; a name without / is looked up in the PATH of "
     "the job, which is the daemon's unless --env PATH=… gives another",
@@ -26,10 +27,13 @@ HINTS: dict[str, str] = {
     "listens_elsewhere": "make it listen on $HOST and $PORT instead of an address or port of its own",
     "port_taken": "end the process that holds the port, or restart the replica: each run gets a new port",
     "not_listening": "make it listen on $HOST:$PORT; a service without a port is submitted with --no-port",
+    "only_shell_left": "start the program as the last command of its script, without &, and with exec",
     "timeout": "raise --timeout, or make the work shorter",
     "interrupted": "its host or its supervisor went down; submit it again if its work is still needed",
     "supervisor_killed": "look for the kernel's out-of-memory killer in `dmesg`; how the run ended is unknown",
     "unkillable": "a process hangs in the kernel (state D): see `dmesg`; often only a restart of the host ends it",
+    "devices_not_clear": "wait: the driver gives a device back in its own time, and after 30 s it is marked unhealthy",
+    "device_unavailable": "it waits for its turn again; `gpulayer status` shows who holds what",
     "cancelled": "submit it again if it is still wanted",
     "replica_ended": "see the replica that ended first; --on-replica-end keep would have left the others running",
     "restart_requested": "nothing: a new run starts by itself",

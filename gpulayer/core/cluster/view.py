@@ -235,13 +235,13 @@ def _reason_of_exit(exit: Exit) -> Reason:
     if exit.code is not None:
         return Reason(code="exit_zero" if exit.code == 0 else "exit_nonzero", text=f"exit code {exit.code}")
     if exit.signal is not None:
-        return Reason(code="signal", text=f"ended by signal {exit.signal}")
+        return Reason(code="signal", text=f"ended by signal {exit.signal_text}")
     return Reason(code="supervisor_killed", text="how it ended is unknown")
 
 
 def _next(spec: JobSpec, view: ReplicaView, now_utc: float) -> str:
     match view.state:
-        case "waiting" if view.reason is not None and view.reason.text.startswith("cannot ever run here"):
+        case "waiting" if view.reason is not None and view.reason.code == "never_fits":
             return "starts when a node joins that has what it needs"
         case "waiting":
             return "starts as soon as there is room"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from gpulayer.core.placement.refusal import (
+    DevicesInUse,
     MissingLabel,
     NoAccelerators,
     NoShareFree,
@@ -31,7 +32,7 @@ from gpulayer.core.placement.score import Score
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import JobId, NodeId
 from gpulayer.model.job import Requirements
-from gpulayer.model.node import Accelerator, Node
+from gpulayer.model.node import Accelerator, Node, excluded_by
 from gpulayer.model.replica import Assignment, DeviceShare
 from gpulayer.model.units import MILLI
 
@@ -86,7 +87,7 @@ def free_of(state: ClusterState) -> dict[NodeId, Free]:
 
 def left_of(node: Node, assignments: Iterable[Assignment] = ()) -> Free:
     """What these leave of a node."""
-    gpu_milli = {device.uuid: MILLI for device in _gpus_of(node)}
+    gpu_milli = {device.uuid: MILLI - device.foreign_milli for device in _gpus_of(node)}
     cpus_milli, memory_mib = node.capabilities.cpus_milli, node.capabilities.memory_mib
     there: dict[JobId, list[int]] = {}
     for assignment in assignments:
@@ -172,7 +173,9 @@ def _matching(needs: Requirements, node: Node) -> list[Accelerator] | Refusal:
     """Devices that could do, free or not, well or not; else the first test that none passes."""
     devices = _gpus_of(node)
     if not devices:
-        return NoAccelerators(node=node.name, needed_milli=needs.gpus_milli)
+        has = node.capabilities
+        why = has.undetected if has.gpu_detect == "error" else ()
+        return NoAccelerators(node=node.name, needed_milli=needs.gpus_milli, undetected=why)
     if needs.accelerator is not None:
         there = counted(device.kind for device in devices)
         devices = [device for device in devices if device.kind == needs.accelerator]
@@ -220,14 +223,53 @@ def _of_one_kind(
             why=tuple(f"{device.uuid}: {device.unhealthy}" for device in _by_uuid(devices) if device.unhealthy),
         )
     # By what is free, so a shared GPU is never given whole and a whole one never shared.
-    open_devices = [device for device in healthy if free.gpu_milli.get(device.uuid, 0) >= milli]
+    undivided = [device for device in healthy if _is_undivided(device, node, free)]
+    open_devices = [device for device in undivided if free.gpu_milli.get(device.uuid, 0) >= milli]
+    if number > 1:
+        open_devices = _side_by_side(open_devices)
     if len(open_devices) >= number:
         chosen = _smallest(open_devices, number) if whole else [_fullest(open_devices, free)]
         return tuple(DeviceShare(uuid=device.uuid, milli=milli) for device in chosen)
+    would_be_open = [
+        device
+        for device in undivided
+        if device.foreign and device not in open_devices and _without_others(device, free) >= milli
+    ]
+    if len(open_devices) + len(would_be_open) >= number:
+        return DevicesInUse(
+            node=node.name,
+            needed_milli=needs.gpus_milli,
+            free=len(open_devices),
+            all=len(devices),
+            why=tuple(f"{device.uuid}: {device.foreign}" for device in _by_uuid(would_be_open)),
+        )
     if whole:
         return NotEnoughGpusFree(node=node.name, needed=number, free=len(open_devices), all=len(devices))
-    largest = max(free.gpu_milli.get(device.uuid, 0) for device in healthy)
+    largest = max((free.gpu_milli.get(device.uuid, 0) for device in undivided), default=0)
     return NoShareFree(node=node.name, needed_milli=milli, largest_free_milli=max(0, largest), all=len(devices))
+
+
+def _is_undivided(device: Accelerator, node: Node, free: Free) -> bool:
+    """Nothing is held of what cannot be used beside it (MIG)."""
+    by_uuid = {each.uuid: each for each in node.capabilities.accelerators}
+    return all(
+        free.gpu_milli.get(uuid, 0) >= MILLI - by_uuid[uuid].foreign_milli
+        for uuid in excluded_by(device.uuid, node.capabilities.accelerators)
+    )
+
+
+def _side_by_side(devices: Sequence[Accelerator]) -> list[Accelerator]:
+    """Those that one replica may have together: of a GPU and its MIG instances not both, the smaller ones first."""
+    chosen: list[Accelerator] = []
+    for device in sorted(devices, key=lambda device: (device.memory_mib, device.uuid)):
+        if not excluded_by(device.uuid, [*chosen, device]):
+            chosen.append(device)
+    return chosen
+
+
+def _without_others(device: Accelerator, free: Free) -> int:
+    """What would be free of it if gpulayer had it for itself."""
+    return free.gpu_milli.get(device.uuid, 0) + device.foreign_milli
 
 
 def _smallest(devices: Sequence[Accelerator], number: int) -> list[Accelerator]:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from gpulayer.core.placement.fit import Choice, fit, free_of, left_of
 from gpulayer.core.placement.refusal import (
+    DevicesInUse,
     HeldForEarlier,
     NoShareFree,
     NotEnoughGpusFree,
@@ -33,9 +34,10 @@ from gpulayer.core.placement.refusal import (
 from gpulayer.core.placement.score import Score
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.ids import JobId, NodeId, ReplicaId
-from gpulayer.model.job import Requirements
+from gpulayer.model.job import JobSpec, Requirements
 from gpulayer.model.node import Node
 from gpulayer.model.replica import Assignment, DeviceShare, Reason
+from gpulayer.model.units import MILLI
 
 # Each placement is an event with a place in its entry (1,000 at most) and the whole is one entry of the log (1 MiB).
 PLACEMENTS_MAX = 500
@@ -252,7 +254,7 @@ def _lacks(refusal: Refusal) -> str:
     if is_permanent(refusal):
         return ""
     match refusal:
-        case NotEnoughGpusFree() | NoShareFree():
+        case NotEnoughGpusFree() | NoShareFree() | DevicesInUse():
             return "gpus"
         case TooFewCpus():
             return "cpus"
@@ -268,7 +270,13 @@ def _asks_for(needs: Requirements, what: str) -> bool:
 
 def _missing(refusal: Refusal) -> int:
     """GPUs that have to become free; other shortages count as one."""
-    return refusal.needed - refusal.free if isinstance(refusal, NotEnoughGpusFree) else 1
+    match refusal:
+        case NotEnoughGpusFree(needed=needed, free=free):
+            return needed - free
+        case DevicesInUse(needed_milli=needed_milli, free=free):
+            return max(1, needed_milli // MILLI - free)
+        case _:
+            return 1
 
 
 def _why_closed(node: Node, placeable: Mapping[NodeId, str]) -> str:
@@ -314,6 +322,24 @@ def waiting_reasons(state: ClusterState, placeable: Mapping[NodeId, str]) -> dic
         text = f"is about to be placed on {state.nodes[placed.node].name}"
         reasons[placed.job, placed.replica] = Reason(code="queued", text=text)
     return reasons
+
+
+def obstacle(state: ClusterState, spec: JobSpec) -> Reason | None:
+    """What will keep a replica of a new job waiting until a person does something, however empty the nodes get; None
+    where time alone may help. Cheap: asks each node once, and makes no plan."""
+    found = [fit(spec.requirements, node, left_of(node)) for _, node in sorted(state.nodes.items())]
+    refusals = [each for each in found if not isinstance(each, Choice) and is_permanent(each)]
+    able = len(found) - len(refusals)
+    if found and not able:
+        return waiting_reason(refusals)
+    if found and spec.spread == "node" and spec.replicas > able:
+        on = "1 node" if able == 1 else f"{able} nodes"
+        return Reason(
+            code="no_capacity",
+            text=f"{spec.replicas} replicas need as many nodes (spread=node), and {on} can run one",
+            hint="add a node, or submit with --spread any so that replicas may share one",
+        )
+    return None
 
 
 # --- explained ----------------------------------------------------------------------------------------------------

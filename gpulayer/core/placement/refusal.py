@@ -5,8 +5,11 @@ Refusals are values, not errors: any node that is asked can compute them again f
 
 from __future__ import annotations
 
+import difflib
+import re
+import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, assert_never
 
@@ -16,6 +19,7 @@ from gpulayer.model.units import MILLI, format_gpus, format_size
 # What fits a line of a terminal; the rest is a matter for `job explain`.
 GROUPS_SHOWN = 4
 NAMES_SHOWN = 3
+MODELS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +56,11 @@ class MissingLabel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAccelerators:
+    """`undetected`: there may be some, but they could not be found out about, for these reasons."""
+
     node: str
     needed_milli: int
+    undetected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,18 @@ class UnhealthyDevices:
     node: str
     needed_milli: int
     healthy: int
+    all: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesInUse:
+    """Enough GPUs that match and are well, but others hold some: processes that gpulayer did not start, another
+    daemon of the host, a local run. `free` and `all` count those that match."""
+
+    node: str
+    needed_milli: int
+    free: int
     all: int
     why: tuple[str, ...]
 
@@ -143,6 +162,7 @@ Refusal: TypeAlias = (
     | WrongModel
     | TooLittleGpuMemory
     | UnhealthyDevices
+    | DevicesInUse
     | NotEnoughGpusFree
     | NoShareFree
     | TooFewCpus
@@ -169,7 +189,9 @@ def is_permanent(refusal: Refusal) -> bool:
             return True
         case TooLittleGpuMemory():
             return True
-        case NotPlaceable() | SameJobAlreadyThere() | HeldForEarlier() | UnhealthyDevices() | NoShareFree():
+        case NotPlaceable() | SameJobAlreadyThere() | HeldForEarlier():
+            return False
+        case UnhealthyDevices() | DevicesInUse() | NoShareFree():
             return False
         case _:
             assert_never(refusal)
@@ -192,14 +214,18 @@ def _sentence(refusal: Refusal, where: str) -> str:
             return f"label {key}={needed} is not on {where}"
         case MissingLabel(key=key, needed=needed, there=there):
             return f"label {key} is {there} on {where}, {needed} needed"
-        case NoAccelerators(needed_milli=needed):
+        case NoAccelerators(needed_milli=needed, undetected=()):
             return f"no GPU on {where}, {format_gpus(needed)} needed"
+        case NoAccelerators(needed_milli=needed, undetected=why):
+            return f"no GPU was detected on {where} ({_listed(why)}), {format_gpus(needed)} needed"
         case WrongAcceleratorKind(needed=needed, there=kinds):
             return f"GPUs on {where} are {_listed(kinds)}, {needed} needed"
         case WrongVendor(needed=needed, there=vendors):
             return f"GPUs on {where} are from {_listed(vendors)}, {needed} needed"
         case WrongModel(needed=patterns, there=models):
-            return f"GPUs on {where} are {_listed(models)}, {' or '.join(patterns)} needed"
+            return (
+                f"GPUs on {where} are {_listed(models)}, {' or '.join(each or repr(each) for each in patterns)} needed"
+            )
         case TooLittleGpuMemory(needed_mib=needed, largest_mib=largest, needed_milli=milli) if milli < MILLI:
             share = format_gpus(milli)
             return f"{share} of the largest GPU on {where} has {format_size(largest)}, {format_size(needed)} needed"
@@ -207,6 +233,10 @@ def _sentence(refusal: Refusal, where: str) -> str:
             return f"largest GPU on {where} has {format_size(largest)}, {format_size(needed)} needed"
         case UnhealthyDevices(healthy=healthy, all=all_gpus, why=why):
             return f"{healthy} of {_gpus(all_gpus)} healthy on {where} ({_listed(why)})"
+        case DevicesInUse(free=free, all=all_gpus, why=why):
+            return f"{free} of {_gpus(all_gpus)} free on {where}, others are in use ({_listed(why)})"
+        case NotEnoughGpusFree(needed=needed, all=all_gpus) if is_permanent(refusal):
+            return f"{all_gpus} such GPU{'' if all_gpus == 1 else 's'} on {where}, {needed} needed"
         case NotEnoughGpusFree(needed=needed, free=free, all=all_gpus):
             # What is needed goes without saying where none is free and one would do.
             more = "" if needed == 1 else f", {needed} needed"
@@ -214,8 +244,12 @@ def _sentence(refusal: Refusal, where: str) -> str:
         case NoShareFree(needed_milli=needed, largest_free_milli=free, all=all_gpus):
             most = f"at most {format_gpus(free)} of one GPU" if free else f"0 of {_gpus(all_gpus)}"
             return f"{most} free on {where}, {format_gpus(needed)} needed"
+        case TooFewCpus(needed_milli=needed, all_milli=all_milli) if is_permanent(refusal):
+            return f"{_cpus(all_milli)} CPUs on {where}, {_cpus(needed)} needed"
         case TooFewCpus(needed_milli=needed, free_milli=free, all_milli=all_milli):
             return f"{_cpus(free)} of {_cpus(all_milli)} CPUs free on {where}, {_cpus(needed)} needed"
+        case TooLittleMemory(needed_mib=needed, all_mib=all_mib) if is_permanent(refusal):
+            return f"{format_size(all_mib)} memory on {where}, {format_size(needed)} needed"
         case TooLittleMemory(needed_mib=needed, free_mib=free, all_mib=all_mib):
             amounts = f"{format_size(max(0, free))} of {format_size(all_mib)}"
             return f"{amounts} memory free on {where}, {format_size(needed)} needed"
@@ -244,17 +278,56 @@ def summary(refusals: Iterable[Refusal]) -> str:
 
 
 def waiting_reason(refusals: Iterable[Refusal]) -> Reason:
-    """What a waiting replica says of itself."""
+    """What a waiting replica says of itself: `never_fits` where only a person can help, else `no_capacity`."""
     refusals = tuple(refusals)
+    if refusals and all(map(is_permanent, refusals)):
+        return Reason(code="never_fits", text=summary(refusals), hint=_what_there_is(refusals))
     if not refusals:
         hint = "it is placed as soon as a node has joined"
-    elif all(map(is_permanent, refusals)):
-        hint = "ask for less, or add a node that has it; `gpulayer job explain JOB` has every node"
     elif all(isinstance(refusal, SameJobAlreadyThere) or is_permanent(refusal) for refusal in refusals):
         hint = "add a node, or submit with --spread any so that replicas may share one"
     else:
         hint = "it starts by itself as soon as there is room; `gpulayer job explain JOB` has every node"
     return Reason(code="no_capacity", text=summary(refusals), hint=hint)
+
+
+def _what_there_is(refusals: Iterable[Refusal]) -> str:
+    """Over all nodes: what was meant, or what could be asked for instead."""
+    refusals = tuple(refusals)
+    wrong_models = [refusal for refusal in refusals if isinstance(refusal, WrongModel)]
+    too_small = [refusal for refusal in refusals if isinstance(refusal, TooLittleGpuMemory)]
+    otherwise = "or add a node that has it; `gpulayer job explain JOB` has every node"
+    if any(isinstance(refusal, NoAccelerators) and refusal.undetected for refusal in refusals):
+        return "see `gpulayer resources detect` on that node; it starts by itself when its driver answers"
+    if wrong_models:
+        models = sorted({re.sub(r"^\d+ x ", "", model) for refusal in wrong_models for model in refusal.there})
+        near = _nearest(wrong_models[0].needed, models)
+        if near:
+            return f"did you mean --gpu-model {shlex.quote(near)}? A pattern is compared with the whole name"
+        more = f" and {len(models) - MODELS_SHOWN} more" if len(models) > MODELS_SHOWN else ""
+        return f"ask for one of {', '.join(models[:MODELS_SHOWN])}{more}, {otherwise}"
+    if too_small:
+        largest = max(too_small, key=lambda refusal: (refusal.largest_mib, refusal.node))
+        return f"ask for {format_size(largest.largest_mib)} at most, {otherwise}"
+    return f"ask for what there is, {otherwise}"
+
+
+def _nearest(patterns: Iterable[str], models: Sequence[str]) -> str:
+    """The model that was meant: one that holds the pattern's letters and digits, else one with a name much alike."""
+    plain = {_plain(model): model for model in models}
+    for pattern in map(_plain, patterns):
+        holding = [model for name, model in plain.items() if pattern and pattern in name]
+        # Few people type a name as a whole. Other letters are a slip, other digits another model; nor is H100 A100.
+        words = {_plain(word): model for model in models for word in [model, *re.split(r"[\s-]+", model)]}
+        near = [word for word in words if re.sub(r"\D", "", word) == re.sub(r"\D", "", pattern)]
+        alike = difflib.get_close_matches(pattern, near, n=1, cutoff=0.8)
+        if holding or alike:
+            return holding[0] if holding else words[alike[0]]
+    return ""
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
 def _listed(words: Iterable[str]) -> str:

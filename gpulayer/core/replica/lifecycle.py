@@ -16,8 +16,8 @@ What holds in every order of events (tests/core/replica/test_laws.py):
 - `released` is said only after TreeGone (P7), and after it nothing but Discard;
 - an event of another run than the newest changes nothing, and an event that comes twice does nothing the second time.
 
-The shell owes: one answer to each StartRun (RunStarted, StartFailed, or ShimDied with that run's number), the events of
-a run in the order in which they happened, and TreeGone after every RunExited and ShimDied.
+The shell owes: one answer to each StartRun (RunStarted, StartFailed, StartRefused, or ShimDied with that run's number),
+the events of a run in the order in which they happened, and TreeGone after every RunExited and ShimDied.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gpulayer.core.base import Tick
 from gpulayer.core.replica import backoff, reasons
 from gpulayer.core.replica.messages import (
     Announce,
+    DevicesNotClear,
     Discard,
     FoundAttempt,
     FoundRun,
@@ -39,12 +40,14 @@ from gpulayer.core.replica.messages import (
     ReplicaEffect,
     ReplicaEvent,
     Report,
+    ReportRefused,
     ReportReleased,
     RestartRequested,
     RunExited,
     RunStarted,
     ShimDied,
     StartFailed,
+    StartRefused,
     StartRun,
     StopRun,
     TreeGone,
@@ -136,8 +139,10 @@ class Ended:
     """For good. `gone`: nothing is left of it."""
 
     outcome: Outcome | None
-    """None: it is in the log, and was decided before this daemon started."""
+    """None: it is in the log, and was decided before this daemon started; or it was refused."""
     gone: bool
+    refused: ReportRefused | None = None
+    """The order could not be carried out here, and the replica waits to be placed again."""
 
 
 Phase: TypeAlias = Launching | Starting | Ready | Unready | Stopping | BackingOff | Ended
@@ -164,6 +169,8 @@ class Lifecycle:
     start_warning: Reason | None = None
     exit_warning: Reason | None = None
     unkillable: tuple[int, ...] = ()
+    not_clear: str = ""
+    """What the driver still lists on its devices, after all its processes have ended."""
     history: tuple[tuple[Instant, str], ...] = ()
 
     @property
@@ -271,6 +278,8 @@ def _step(life: Lifecycle, event: ReplicaEvent, now: Instant) -> Step:
             return _started(life, event, now)
         case StartFailed():
             return _start_failed(life, event, now, ended=now)
+        case StartRefused():
+            return _start_refused(life, event)
         case RunExited(exit=exit):
             return _process_ended(life, exit, now)
         case ShimDied():
@@ -283,6 +292,8 @@ def _step(life: Lifecycle, event: ReplicaEvent, now: Instant) -> Step:
             return _listener_missing(life, reason)
         case Unkillable(pids=pids):
             return _unkillable(life, pids)
+        case DevicesNotClear(text=text):
+            return _not_clear(life, text)
         case Withdrawn(reason=reason):
             return _withdrawn(life, reason)
         case RestartRequested(serial=serial):
@@ -335,6 +346,7 @@ def _launch(life: Lifecycle, cause: str, *, counts: bool = False) -> Step:
         restarts=life.restarts + (1 if counts else 0),
         start_warning=None,
         unkillable=(),
+        not_clear="",
     )
     start = StartRun(
         run=life.run,
@@ -505,6 +517,14 @@ def _unkillable(life: Lifecycle, pids: tuple[int, ...]) -> Step:
     return life, [_announce(life, "replica.unkillable", reasons.unkillable(pids).text)]
 
 
+def _not_clear(life: Lifecycle, text: str) -> Step:
+    if text == life.not_clear or _is_gone(life.phase):
+        return life, []
+    # All of its processes have ended, so none of them is unkillable any more.
+    life = replace(life, not_clear=text, unkillable=())
+    return life, [_announce(life, "replica.devices_not_clear", reasons.devices_not_clear(text).text)]
+
+
 # --- endings ----------------------------------------------------------------------------------------------------
 
 
@@ -556,6 +576,23 @@ def _start_failed(life: Lifecycle, event: StartFailed, now: Instant, *, ended: I
             assert_never(life.phase)
 
 
+def _start_refused(life: Lifecycle, event: StartRefused) -> Step:
+    """Not a failure of the job, so no policy is asked: it waits for its turn again, here or elsewhere."""
+    match life.phase:
+        case Launching(cancelled=None):
+            refused = ReportRefused(reason=event.reason, observed=event.observed)
+            text = f"run {life.run} is not started here: {event.reason.text or event.reason.code}"
+            life = replace(life, phase=Ended(outcome=None, gone=True, refused=refused))
+            announce = _announce(life, "replica.refused", text, reason=event.reason.code)
+            return life, [Note(text=f"{text}; it waits to be placed again"), announce, refused, Discard()]
+        case Launching(cancelled=reason) if reason is not None:
+            return _cancelled(life, reason, None, gone=True)
+        case Launching() | Starting() | Ready() | Unready() | Stopping() | BackingOff() | Ended():
+            return life, []
+        case _:
+            assert_never(life.phase)
+
+
 def _process_ended(life: Lifecycle, exit: Exit, now: Instant) -> Step:
     match life.phase:
         case Launching(cancelled=cancelled):
@@ -597,7 +634,7 @@ def _exited(life: Lifecycle, process: Process, exit: Exit, now: Instant) -> Step
     """The run's first process is gone: what follows? In this order: the attempt was taken back; its time is over; a
     person wants a new run; the policy."""
     phase = life.phase
-    life = replace(life, last_exit=exit, exit_warning=reasons.left_in_background(exit))
+    life = replace(life, last_exit=exit, exit_warning=reasons.left_in_background(exit, life.spec))
     stopped_for = phase.reason if isinstance(phase, Stopping) and not phase.cancelled else None
     end = _run_end(life, process, exit, stopped_for, now)
     kind = "replica.supervisor_killed" if end.reason.code == "supervisor_killed" else "replica.exited"
@@ -696,16 +733,19 @@ def _tree_gone(life: Lifecycle, now: Instant) -> Step:
     match phase:
         case Starting(process=process) | Ready(process=process) | Unready(process=process):
             process = replace(process, tree_gone=True)
-            return replace(life, phase=replace(phase, process=process), unkillable=()), []
+            return replace(life, phase=replace(phase, process=process), unkillable=(), not_clear=""), []
         case Stopping(process=process, exit=None):
             process = replace(process, tree_gone=True)
-            return replace(life, phase=replace(phase, process=process), unkillable=()), []
+            return replace(life, phase=replace(phase, process=process), unkillable=(), not_clear=""), []
         case Stopping(reason=reason, exit=exit):
             return _cancelled(life, reason, exit, gone=True)
         case BackingOff(gone=False):
-            return _proceed(replace(life, phase=replace(phase, gone=True), unkillable=()), now)
+            return _proceed(replace(life, phase=replace(phase, gone=True), unkillable=(), not_clear=""), now)
         case Ended(gone=False):
-            return replace(life, phase=replace(phase, gone=True), unkillable=()), [ReportReleased(), Discard()]
+            return replace(life, phase=replace(phase, gone=True), unkillable=(), not_clear=""), [
+                ReportReleased(),
+                Discard(),
+            ]
         case Launching() | BackingOff() | Ended():
             return life, []
         case _:
@@ -735,7 +775,7 @@ def _end(
     outcome = Outcome(result=result, reason=reason, exit=exit, restarts=life.restarts)
     life = replace(life, phase=Ended(outcome=outcome, gone=gone))
     if gone:
-        life = replace(life, unkillable=())
+        life = replace(life, unkillable=(), not_clear="")
     text = f"ended, {result}: {reason.text or reason.code}"
     effects: list[ReplicaEffect] = [
         _announce(life, "replica.ended", text, result=result, reason=reason.code),
@@ -746,10 +786,12 @@ def _end(
     return life, [*effects, Discard()] if gone else effects
 
 
-def owed(life: Lifecycle, *, outcome_known: bool) -> Report | ReportReleased | None:
+def owed(life: Lifecycle, *, outcome_known: bool) -> Report | ReportReleased | ReportRefused | None:
     """What the log must still hear of an attempt that has ended; agent.py says it again until the log shows it."""
     if not isinstance(life.phase, Ended):
         return None
+    if not outcome_known and life.phase.refused is not None:
+        return life.phase.refused
     if not outcome_known and life.phase.outcome is not None:
         return Report(outcome=life.phase.outcome, released=life.phase.gone)
     return ReportReleased() if life.phase.gone else None
@@ -878,6 +920,8 @@ def status(life: Lifecycle) -> ReplicaStatus:
 
 def _state(life: Lifecycle) -> tuple[ReplicaState, Reason | None, Process | None]:
     stuck = reasons.unkillable(life.unkillable) if life.unkillable else None
+    if stuck is None and life.not_clear:
+        stuck = reasons.devices_not_clear(life.not_clear)
     match life.phase:
         case Launching(cancelled=None):
             return "starting", Reason(code="starting", text=f"run {life.run} is being started"), None
@@ -895,6 +939,8 @@ def _state(life: Lifecycle) -> tuple[ReplicaState, Reason | None, Process | None
             # Until its tree is gone nothing is waited for but that.
             is_stopping = not gone and (stuck is not None or not counts)
             return "stopping" if is_stopping else "backing_off", stuck or reason, None
+        case Ended(refused=ReportRefused(reason=refusal)):
+            return "waiting", refusal, None
         case Ended(outcome=outcome, gone=gone):
             if not gone and stuck is not None:
                 return "stopping", stuck, None
@@ -943,6 +989,15 @@ def _is_gone(phase: Phase) -> bool:
 
 
 def _run_of(
-    event: RunStarted | StartFailed | RunExited | TreeGone | ListenerFound | ListenerMissing | ShimDied | Unkillable,
+    event: RunStarted
+    | StartFailed
+    | StartRefused
+    | RunExited
+    | TreeGone
+    | ListenerFound
+    | ListenerMissing
+    | ShimDied
+    | Unkillable
+    | DevicesNotClear,
 ) -> int:
     return event.exit.run if isinstance(event, RunExited) else event.run

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from gpulayer.core.base import Tick
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.job import JobSpec
+from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import Assignment, Exit, Outcome, Reason
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -38,6 +39,16 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartRefused:
+    """Nothing was exec'd, because the assignment cannot be had here: a device of it is not well, or others hold it.
+    The replica goes back to the queue; `observed` is what this node sees of those devices."""
+
+    run: int
+    reason: Reason
+    observed: tuple[Accelerator, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunExited:
     """The run's first process is reaped and its exit noted on disk; some of its tree may be left."""
 
@@ -46,7 +57,7 @@ class RunExited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeGone:
-    """No process of the run is left."""
+    """No process of the run is left, and its devices are clear where the driver can tell."""
 
     run: int
 
@@ -84,6 +95,15 @@ class Unkillable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesNotClear:
+    """All processes of the run have ended, and the driver still lists some on its devices. TreeGone follows when it
+    does not any more, or has not confirmed it in time."""
+
+    run: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawn:
     """The order was taken back: end it, release everything."""
 
@@ -100,12 +120,14 @@ class RestartRequested:
 ReplicaEvent: TypeAlias = (
     RunStarted
     | StartFailed
+    | StartRefused
     | RunExited
     | TreeGone
     | ListenerFound
     | ListenerMissing
     | ShimDied
     | Unkillable
+    | DevicesNotClear
     | Withdrawn
     | RestartRequested
     | Tick
@@ -157,6 +179,14 @@ class ReportReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRefused:
+    """The order cannot be carried out here; nothing of it is left. To be committed: the replica waits again."""
+
+    reason: Reason
+    observed: tuple[Accelerator, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
     """Nothing will run here any more: let the shim go. Logs and sandbox stay for their keeping time."""
 
@@ -170,7 +200,7 @@ class Announce:
     data: tuple[tuple[str, str], ...] = ()
 
 
-ReplicaEffect: TypeAlias = StartRun | StopRun | Note | Report | ReportReleased | Discard | Announce
+ReplicaEffect: TypeAlias = StartRun | StopRun | Note | Report | ReportReleased | ReportRefused | Discard | Announce
 
 # --- what a starting daemon finds -------------------------------------------------------------------------------
 

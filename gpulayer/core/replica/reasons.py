@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-
+from gpulayer.core.replica import traps
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import Exit, Reason
 from gpulayer.model.units import format_duration
@@ -45,21 +44,25 @@ def reason_for_exit(exit: Exit, spec: JobSpec, job_name: str) -> Reason:
         case _:
             pass
     if exit.signal is not None:
-        return Reason(code="signal", text=f"signal {_signal_name(exit.signal)} {after}", hint=see_log)
+        return Reason(code="signal", text=f"signal {exit.signal_text} {after}", hint=see_log)
     if exit.code is None:
         return _unknown(after)
+    trap = traps.after_exit(spec, exit)
     if exit.code == 0:
-        return Reason(code="exit_zero", text=f"exit code 0 {after}")
-    return Reason(code="exit_nonzero", text=f"exit code {exit.code} {after}", hint=see_log)
+        return Reason(code="exit_zero", text=f"exit code 0 {after}", hint=str(trap or ""))
+    return Reason(
+        code="exit_nonzero", text=f"exit code {exit.code} {after}", hint=f"{trap}; {see_log}" if trap else see_log
+    )
 
 
 def told(exit: Exit, reason: Reason) -> str:
     """The same as the beginning of a line in the replica's log: `exited with code 1 after 0.3 s`."""
     match reason.code:
         case "exit_zero" | "exit_nonzero":
-            return f"exited with code {exit.code} after {seconds(exit.uptime_seconds)}"
+            told = f"exited with code {exit.code} after {seconds(exit.uptime_seconds)}"
+            return f"{told} and left {_left(exit)}" if exit.code == 0 and _has_left(exit) else told
         case "signal" if exit.signal is not None:
-            return f"ended by signal {_signal_name(exit.signal)} after {seconds(exit.uptime_seconds)}"
+            return f"ended by signal {exit.signal_text} after {seconds(exit.uptime_seconds)}"
         case _:
             return reason.text
 
@@ -86,18 +89,25 @@ def never_ready(spec: JobSpec, last_seen: Reason | None) -> Reason:
     )
 
 
-def left_in_background(exit: Exit) -> Reason | None:
+def left_in_background(exit: Exit, spec: JobSpec) -> Reason | None:
     """The warning for a run whose first process ended before the processes that it had started."""
-    if exit.left_background <= 0 or exit.ended_by != "itself":
-        # Where the run was ended by us, what it had started was to go as well.
+    if not _has_left(exit):
         return None
+    trap = traps.after_exit(spec, exit) if exit.succeeded else None
+    otherwise = "a run ends with its first process: end the script with `exec PROGRAM` or with `wait`, start no daemons"
+    return Reason(code="left_background_processes", text=f"it left {_left(exit)}", hint=str(trap or otherwise))
+
+
+def _has_left(exit: Exit) -> bool:
+    # Where the run was ended by us, what it had started was to go as well.
+    return exit.left_background > 0 and exit.ended_by == "itself"
+
+
+def _left(exit: Exit) -> str:
     names = ", ".join(exit.left_names[:_NAMES_SHOWN])
     processes = "1 process" if exit.left_background == 1 else f"{exit.left_background} processes"
-    return Reason(
-        code="left_background_processes",
-        text=f"it left {processes} in the background" + (f" ({names})" if names else "") + ", which were ended",
-        hint="a run ends with its first process: end the script with `exec PROGRAM` or with `wait`, start no daemons",
-    )
+    were = "which was ended" if exit.left_background == 1 else "which were ended"
+    return f"{processes} in the background{f' ({names})' if names else ''}, {were}"
 
 
 def unkillable(pids: tuple[int, ...]) -> Reason:
@@ -106,6 +116,14 @@ def unkillable(pids: tuple[int, ...]) -> Reason:
         code="unkillable",
         text=f"SIGKILL was sent, but pid {shown} is still there",
         hint="it waits in the kernel for a device or a file system (state D in ps); until then its devices stay held",
+    )
+
+
+def devices_not_clear(text: str) -> Reason:
+    return Reason(
+        code="devices_not_clear",
+        text=f"all its processes have ended, and {text}",
+        hint="the driver takes its time; after 30 s the device is marked unhealthy, and the replica let go",
     )
 
 
@@ -132,10 +150,3 @@ def _unknown(after: str) -> Reason:
         text=f"its supervisor was killed {after}; how the run itself ended is unknown",
         hint="often the host ran out of memory: look for oom-kill in `dmesg`",
     )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"{number} ({signal.Signals(number).name})"
-    except ValueError:
-        return str(number)

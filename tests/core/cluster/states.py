@@ -20,6 +20,7 @@ from gpulayer.core.cluster.commands import (
     LogEntry,
     Placement,
     ReplicaEnded,
+    ReplicaRefused,
     ReplicaReleased,
     RestartReplicas,
     RevokeToken,
@@ -29,7 +30,7 @@ from gpulayer.core.cluster.commands import (
 from gpulayer.core.leader import as_command
 from gpulayer.core.placement.plan import plan
 from gpulayer.model.cluster import ClusterState, Job
-from gpulayer.model.ids import JobId, NodeId, TokenId
+from gpulayer.model.ids import AttemptId, JobId, NodeId, TokenId
 from gpulayer.model.job import JobSpec, Requirements
 from gpulayer.model.node import VENDOR_OF_KIND, Accelerator, Capabilities
 from gpulayer.model.replica import DeviceShare, Exit, Outcome, Reason
@@ -38,9 +39,27 @@ GIB = 1024
 CANCELLED = Reason(code="cancelled", text="cancelled by a person")
 
 
-def gpu(uuid: str, *, model: str = "A100", gib: int = 80, kind: str = "cuda", unhealthy: str = "") -> Accelerator:
+def gpu(
+    uuid: str,
+    *,
+    model: str = "A100",
+    gib: int = 80,
+    kind: str = "cuda",
+    unhealthy: str = "",
+    foreign_milli: int = 0,
+    foreign: str = "pid 7 (python of user bob) holds 20GiB",
+    parent: str = "",
+) -> Accelerator:
     return Accelerator(
-        uuid=uuid, kind=kind, vendor=VENDOR_OF_KIND[kind], model=model, memory_mib=gib * GIB, unhealthy=unhealthy
+        uuid=uuid,
+        kind=kind,
+        vendor=VENDOR_OF_KIND[kind],
+        model=model,
+        memory_mib=gib * GIB,
+        unhealthy=unhealthy,
+        foreign=foreign if foreign_milli else "",
+        foreign_milli=foreign_milli,
+        parent=parent,
     )
 
 
@@ -79,6 +98,13 @@ def ended(
     outcome: Outcome, *, job: str = "j-web", replica: int = 0, attempt: int = 1, released: bool = True
 ) -> Command:
     return ReplicaEnded(job=JobId(job), replica=replica, attempt=attempt, outcome=outcome, released=released)
+
+
+def refused(
+    *observed: Accelerator, job: str = "j-web", replica: int = 0, attempt: int = 1, reason: Reason | None = None
+) -> ReplicaRefused:
+    reason = reason or Reason(code="device_unavailable", text="g0 is used by others: pid 7")
+    return ReplicaRefused(job=JobId(job), replica=replica, attempt=attempt, reason=reason, observed=observed)
 
 
 def succeeded() -> Outcome:
@@ -189,6 +215,8 @@ gpus = st.lists(
         gib=st.sampled_from([16, 24, 80]),
         kind=st.sampled_from(["cuda", "cuda", "rocm", "cpu"]),
         unhealthy=st.sampled_from(["", "", "", "too hot"]),
+        foreign_milli=st.sampled_from([0, 0, 0, 300, 1000]),
+        parent=st.sampled_from(["", "", "", "g0", "g1"]),
     ),
     max_size=4,
     unique_by=lambda device: device.uuid,
@@ -205,20 +233,38 @@ def admissions(draw: st.DrawFn, number: int | None = None) -> AdmitNode:
     return replace(admit(name, *draw(gpus), cpus=draw(st.integers(0, 16)), **labels), node=NodeId(f"n-{number}"))
 
 
+def _placed(state: ClusterState, seed: int) -> AttemptId | None:
+    """One of those that have an assignment."""
+    ids = sorted(
+        replica.assignment.id
+        for job in state.jobs.values()
+        for replica in job.replicas
+        if replica.assignment is not None
+    )
+    return ids[seed % len(ids)] if ids else None
+
+
 def _ends_something(seed: int, outcome: Outcome, released: bool) -> Act:
     def act(state: ClusterState) -> Command:
-        placed = sorted(
-            (replica.assignment.replica, replica.assignment.attempt)
-            for job in state.jobs.values()
-            for replica in job.replicas
-            if replica.assignment is not None
-        )
-        if not placed:
+        found = _placed(state, seed)
+        if found is None:
             return ended(outcome, job="j-a")
-        replica, attempt = placed[seed % len(placed)]
+        replica, attempt = found.replica, found.attempt
         if seed % 3 == 0:
             return ReplicaReleased(job=replica.job, replica=replica.index, attempt=attempt)
         return ReplicaEnded(job=replica.job, replica=replica.index, attempt=attempt, outcome=outcome, released=released)
+
+    return act
+
+
+def _refuses_something(seed: int, observed: list[Accelerator]) -> Act:
+    def act(state: ClusterState) -> Command:
+        found = _placed(state, seed)
+        if found is None:
+            return refused(*observed, job="j-a")
+        return refused(
+            *observed, job=found.replica.job, replica=found.replica.index, attempt=found.attempt + (seed % 7 == 0)
+        )
 
     return act
 
@@ -257,6 +303,14 @@ _nonsense: st.SearchStrategy[Command] = st.one_of(
     ),
     st.builds(ReplicaEnded, job=_job_ids, replica=_small, attempt=_small, outcome=outcomes, released=st.booleans()),
     st.builds(ReplicaReleased, job=_job_ids, replica=_small, attempt=_small),
+    st.builds(
+        ReplicaRefused,
+        job=_job_ids,
+        replica=_small,
+        attempt=_small,
+        reason=st.just(Reason(code="device_unavailable")),
+        observed=gpus.map(tuple),
+    ),
     st.builds(SubmitJob, job=st.sampled_from([JobId(""), JobId("J.1")]), spec=specs()),
     admissions().map(lambda command: replace(command, capabilities=capabilities(gpu("g0"), gpu("g0")))),
     st.builds(CreateCluster, cluster_id=st.sampled_from(["", "c-1"])),
@@ -264,6 +318,7 @@ _nonsense: st.SearchStrategy[Command] = st.one_of(
 )
 
 _ends = st.builds(_ends_something, st.integers(0, 100), outcomes, st.booleans())
+_refusals = st.builds(_refuses_something, st.integers(0, 100), gpus)
 _others: st.SearchStrategy[Act] = st.one_of(
     admissions().map(_always),
     st.builds(StopJob, job=_job_ids, reason=st.just(CANCELLED)).map(_always),
@@ -291,8 +346,8 @@ _submits = st.builds(
 ).map(_always)
 # What moves work on is the most common: histories of refusals only would prove little. (Not one_of, which takes equal
 # branches for one.)
-acts: st.SearchStrategy[Act] = st.sampled_from([*"eeeeeppsoo"]).flatmap(
-    lambda letter: {"e": _ends, "p": st.just(_plans), "s": _submits, "o": _others}[letter]
+acts: st.SearchStrategy[Act] = st.sampled_from([*"eeeeeppprrsoo"]).flatmap(
+    lambda letter: {"e": _ends, "p": st.just(_plans), "r": _refusals, "s": _submits, "o": _others}[letter]
 )
 
 

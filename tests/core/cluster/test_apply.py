@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpulayer.core.cluster.apply import EVENTS_PER_ENTRY_MAX, Accepted, Rejected, apply
+from gpulayer.core.cluster.apply import DEVICES_TOLD_MAX, EVENTS_PER_ENTRY_MAX, Accepted, Rejected, apply
 from gpulayer.core.cluster.commands import (
     CommitPlan,
     CreateCluster,
@@ -22,6 +23,7 @@ from gpulayer.core.cluster.commands import (
     StopJob,
 )
 from gpulayer.model.ids import JobId, NodeId, TokenId
+from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import DeviceShare, Outcome, Reason
 from tests.core.cluster.states import (
     CANCELLED,
@@ -33,6 +35,7 @@ from tests.core.cluster.states import (
     failed,
     gpu,
     histories,
+    refused,
     service,
     shuffled,
     submit,
@@ -90,6 +93,67 @@ def test_a_device_listed_twice_by_its_node_is_refused() -> None:
     cluster = Cluster(admit("n1", gpu("g0"), gpu("g0")))
     assert rejected(cluster).code == "invalid_request"
     assert not cluster.state.nodes
+
+
+def changed(before: tuple[Accelerator, ...], after: tuple[Accelerator, ...], **more: Any) -> str:
+    """What is said when a node with these devices becomes one with those."""
+    first, second = admit("n1", *before), admit("n1", *after)
+    second = replace(second, capabilities=replace(second.capabilities, **more))
+    (event,) = Cluster(first).do(second).events
+    assert event.kind == "node.changed"
+    return event.text.removeprefix("node n1 changed: ")
+
+
+BOB = "pid 7 (python of user bob) holds 20GiB"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (gpu("g0"), gpu("g0", unhealthy="GPU is lost"), "g0 (A100) is unhealthy: GPU is lost"),
+        (gpu("g0", unhealthy="hot"), gpu("g0", unhealthy="GPU is lost"), "g0 (A100) is unhealthy: GPU is lost"),
+        (gpu("g0", unhealthy="hot"), gpu("g0"), "g0 (A100) is well again"),
+        (gpu("g0"), gpu("g0", foreign_milli=1000), f"g0 (A100) is used by others: {BOB}"),
+        (gpu("g0", foreign_milli=1000), gpu("g0"), "g0 (A100) is free of others"),
+        (
+            gpu("g0", unhealthy="hot"),
+            gpu("g0", foreign_milli=1000),
+            f"g0 (A100) is well again; g0 (A100) is used by others: {BOB}",
+        ),
+        (gpu("g0"), gpu("g0", unhealthy="hot", model=""), "g0 is unhealthy: hot"),
+        (gpu("g0", foreign_milli=300), gpu("g0", foreign_milli=500), "facts of its accelerators are others"),
+        (gpu("g0"), gpu("g0", gib=40), "facts of its accelerators are others"),
+    ],
+)
+def test_a_change_of_a_device_is_told_with_its_name_and_the_reason(
+    before: Accelerator, after: Accelerator, text: str
+) -> None:
+    beside = gpu("g1", unhealthy="was so before", foreign_milli=1000)
+    assert changed((before, beside), (after, beside)) == text
+
+
+def test_a_device_that_is_new_and_not_well_is_told_with_the_reason() -> None:
+    assert changed((), (gpu("g0", unhealthy="hot"), gpu("g1", foreign_milli=1000))) == (
+        f"it has 2 accelerators, had 0; g0 (A100) is unhealthy: hot; g1 (A100) is used by others: {BOB}"
+    )
+
+
+def test_a_driver_that_cannot_be_asked_any_more_is_told_with_the_reason() -> None:
+    """T04: nothing is found, and nobody is told."""
+    text = changed((gpu("g0"),), (gpu("g0", unhealthy="it hangs"),), gpu_detect="error", undetected=("it hangs",))
+    assert text == "gpu_detect=error: it hangs; g0 (A100) is unhealthy: it hangs"
+    assert changed((), (), gpu_detect="ok", undetected=("NVLink",)) == "gpu_detect=ok"
+
+
+def test_what_is_told_of_devices_is_bounded() -> None:
+    many = tuple(gpu(f"g{number:02}") for number in range(20))
+    text = changed(many, tuple(replace(device, unhealthy="hot") for device in many))
+    assert text.count("is unhealthy") == DEVICES_TOLD_MAX
+    assert text.endswith("g07 (A100) is unhealthy: hot; and 12 more")
+
+
+def test_another_change_of_a_node_is_not_said_to_be_one_of_its_devices() -> None:
+    assert changed((gpu("g0"),), (gpu("g0"),), cpus_milli=1) == "its CPUs, memory, labels or drivers are others"
 
 
 # --- submit -------------------------------------------------------------------------------------------------------
@@ -163,11 +227,14 @@ def placement(job: str = "j-web", **more: object) -> Placement:
         {"devices": ()},
         {"devices": (DeviceShare(uuid="g9", milli=1000),)},
         {"devices": (DeviceShare(uuid="sick", milli=1000),)},
+        {"devices": (DeviceShare(uuid="others", milli=1000),)},
+        {"devices": (DeviceShare(uuid="shared", milli=1000),)},
         {"devices": (DeviceShare(uuid="g0", milli=500),)},
     ],
 )
 def test_a_placement_that_no_longer_holds_is_dropped(wrong: dict[str, object]) -> None:
-    cluster = Cluster(admit("n1", gpu("g0"), gpu("sick", unhealthy="too hot")), submit(service(gpus=1)))
+    devices = (gpu("sick", unhealthy="too hot"), gpu("others", foreign_milli=1000), gpu("shared", foreign_milli=1))
+    cluster = Cluster(admit("n1", gpu("g0"), *devices), submit(service(gpus=1)))
     made = placement(**wrong)  # type: ignore[arg-type]
     cluster.do(CommitPlan(based_on=cluster.state.index, placements=(made,)))
     assert accepted(cluster).dropped == (made,)
@@ -204,6 +271,37 @@ def test_cpus_and_memory_are_checked_again_by_the_log() -> None:
     both = (placement("j-a", devices=()), placement("j-b", devices=()))
     cluster.do(CommitPlan(based_on=cluster.state.index, placements=both))
     assert accepted(cluster).dropped == (both[1],)
+
+
+def placed_shares(cluster: Cluster, *shares: tuple[str, str, int]) -> list[bool]:
+    """One plan with a share of a device for each job: which of them were placed?"""
+    made = tuple(placement(f"j-{job}", devices=(DeviceShare(uuid=uuid, milli=milli),)) for job, uuid, milli in shares)
+    cluster.do(CommitPlan(based_on=cluster.state.index, placements=made))
+    return [each not in accepted(cluster).dropped for each in made]
+
+
+def test_a_share_beside_one_of_others_is_placed_as_far_as_it_fits() -> None:
+    cluster = Cluster(admit("n1", gpu("g0", foreign_milli=400)), submit(service("a", gpus=0.6)))
+    cluster.do(submit(service("b", gpus=0.6)))
+    assert placed_shares(cluster, ("a", "g0", 600), ("b", "g0", 600)) == [True, False]
+
+
+@pytest.mark.parametrize("first", ["gpu", "part"])
+def test_a_gpu_and_its_mig_instances_are_not_placed_on_at_the_same_time(first: str) -> None:
+    cluster = Cluster(admit("n1", gpu("gpu"), gpu("part", parent="gpu"), gpu("sibling", parent="gpu")))
+    cluster.do(*(submit(service(name, gpus=0.5)) for name in "abc"))
+    second = "part" if first == "gpu" else "gpu"
+    assert placed_shares(cluster, ("a", first, 500), ("b", second, 500), ("c", first, 500)) == [True, False, True]
+    cluster.do(submit(service("d", gpus=0.5)))
+    assert placed_shares(cluster, ("b", second, 500), ("d", "sibling", 500)) == [False, first == "part"]
+
+
+def test_one_placement_with_a_gpu_and_a_part_of_it_is_dropped() -> None:
+    cluster = Cluster(admit("n1", gpu("gpu"), gpu("part", parent="gpu")), submit(service(gpus=2)))
+    both = tuple(DeviceShare(uuid=uuid, milli=1000) for uuid in ("gpu", "part"))
+    made = placement(devices=both)
+    cluster.do(CommitPlan(based_on=cluster.state.index, placements=(made,)))
+    assert accepted(cluster).dropped == (made,)
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------
@@ -335,6 +433,120 @@ def test_a_report_about_another_attempt_changes_nothing() -> None:
     assert cluster.job() == before
 
 
+# --- refused ------------------------------------------------------------------------------------------------------
+
+
+def devices(cluster: Cluster) -> dict[str, Accelerator]:
+    return {device.uuid: device for device in cluster.state.nodes[NodeId("n-n1")].capabilities.accelerators}
+
+
+def test_a_refused_replica_waits_again_and_its_next_attempt_is_another_one() -> None:
+    cluster = running()
+    cluster.do(refused())
+    assert cluster.kinds == ["replica.refused", "replica.released"]
+    event = cluster.applied[-1].events[0]
+    assert event.text == "n1 cannot run replica 0 of web, which waits again: g0 is used by others: pid 7"
+    assert dict(event.data) == {"attempt": "1", "reason": "device_unavailable"}
+    (replica,) = cluster.job().replicas
+    assert (replica.assignment, replica.outcome, replica.attempts) == (None, None, 1)
+    assert cluster.job().is_live
+    cluster.plan()
+    assignment = cluster.job().replicas[0].assignment
+    assert assignment is not None
+    assert assignment.attempt == 2
+
+
+def test_what_the_node_saw_of_the_devices_is_in_the_same_entry_so_no_plan_chooses_them_again() -> None:
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g1", foreign_milli=1000)), submit(service(gpus=1)))
+    cluster.plan()
+    cluster.do(refused(gpu("g0", foreign_milli=1000), gpu("unknown")))
+    assert devices(cluster) == {"g0": gpu("g0", foreign_milli=1000), "g1": gpu("g1", foreign_milli=1000)}
+    assert cluster.kinds == ["replica.refused", "replica.released", "node.changed"]
+    assert cluster.applied[-1].events[2].text == f"node n1 changed: g0 (A100) is used by others: {BOB}"
+    cluster.plan()
+    assert cluster.job().replicas[0].assignment is None
+    cluster.do(admit("n1", gpu("g0"), gpu("g1", foreign_milli=1000)))
+    assert "g0 (A100) is free of others" in cluster.applied[-1].events[0].text
+    cluster.plan()
+    assert cluster.job().replicas[0].assignment is not None
+
+
+def test_a_refusal_that_is_repeated_is_accepted_and_changes_nothing() -> None:
+    cluster = running()
+    cluster.do(refused(gpu("g1", foreign_milli=1000)))
+    before = cluster.state
+    cluster.do(refused(gpu("g1", unhealthy="hot")))
+    assert accepted(cluster).job == WEB
+    assert cluster.kinds == []
+    assert (cluster.state.jobs, cluster.state.nodes) == (before.jobs, before.nodes)
+
+
+def test_a_late_refusal_of_an_older_attempt_does_not_touch_the_next_one() -> None:
+    cluster = running()
+    cluster.do(refused())
+    cluster.plan()
+    cluster.do(refused(gpu("g1", unhealthy="hot")))
+    assert rejected(cluster).message == "replica 0 of web is at attempt 2, not at attempt 1"
+    assert devices(cluster)["g1"].unhealthy == ""
+    assert cluster.job().replicas[0].assignment is not None
+
+
+def test_an_end_after_the_refusal_is_about_an_attempt_that_is_over() -> None:
+    cluster = running()
+    cluster.do(refused(), ended(failed()))
+    assert rejected(cluster).message == "replica 0 of web waits again after attempt 1"
+    assert cluster.job().replicas[0].outcome is None
+
+
+def test_a_refusal_by_an_attempt_that_was_never_made_changes_nothing() -> None:
+    cluster = Cluster(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    for attempt in (-1, 0, 1):
+        cluster.do(refused(attempt=attempt))
+        assert "not placed yet" in rejected(cluster).message
+    cluster.do(refused(replica=1))
+    assert rejected(cluster).code == "not_found"
+    cluster.do(refused(job="j-unknown"))
+    assert rejected(cluster).code == "not_found"
+
+
+def test_a_replica_that_was_told_to_stop_and_is_refused_ends_cancelled() -> None:
+    cluster = running(service(replicas=2, gpus=1), nodes=2)
+    cluster.do(StopJob(job=WEB, reason=CANCELLED), refused())
+    first, second = cluster.job().replicas
+    assert first.outcome == Outcome(result="cancelled", reason=CANCELLED)
+    assert first.assignment is None
+    assert second.assignment is not None
+    cluster.do(refused(replica=1))
+    outcome = cluster.job().outcome
+    assert outcome is not None
+    assert outcome.result == "cancelled"
+
+
+def test_a_refusal_of_what_had_ended_for_the_log_is_its_release() -> None:
+    cluster = running()
+    cluster.do(ended(failed(), released=False), refused(gpu("g1", unhealthy="hot")))
+    assert cluster.kinds == ["replica.released", "job.ended", "node.changed"]
+    assert cluster.job().outcome is not None
+    assert devices(cluster)["g1"].unhealthy == "hot"
+
+
+def test_other_replicas_of_the_job_go_on_whatever_is_refused() -> None:
+    cluster = running(batch(replicas=2, gpus=1), nodes=2)
+    before = cluster.job().replicas[1]
+    cluster.do(refused())
+    assert cluster.job().replicas[1] == before
+    assert cluster.job().stopping is None
+
+
+def test_what_a_refusal_says_of_a_device_that_another_replica_holds_takes_it_nothing() -> None:
+    cluster = Cluster(admit("n1", gpu("g0")), submit(service("a", gpus=0.5)), submit(service("b", gpus=0.5)))
+    cluster.plan()
+    cluster.do(refused(gpu("g0", foreign_milli=1000), job="j-b"))
+    assert cluster.job("j-a").replicas[0].assignment is not None
+    cluster.plan()
+    assert cluster.job("j-b").replicas[0].assignment is None
+
+
 # --- stop, restart, forget ----------------------------------------------------------------------------------------
 
 
@@ -444,6 +656,12 @@ def test_any_history_keeps_what_must_hold_whatever_the_order_of_the_mappings(his
             entry.index * EVENTS_PER_ENTRY_MAX + k for k in range(len(applied.events))
         ]
         assert all(event.text for event in applied.events)
+        for job_id in before.jobs.keys() & applied.state.jobs.keys():
+            for old, new in zip(before.jobs[job_id].replicas, applied.state.jobs[job_id].replicas, strict=True):
+                is_placed = old.assignment is None and new.assignment is not None
+                assert new.attempts == old.attempts + is_placed, "P4: each placement is an attempt of its own"
+                assert old.outcome in (None, new.outcome)
+                assert not is_placed or old.outcome is None
         if isinstance(applied.result, Rejected):
             assert applied.result.message
             assert not applied.events

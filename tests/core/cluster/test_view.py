@@ -74,6 +74,15 @@ def test_a_job_that_nothing_can_run_waits_and_says_why() -> None:
     assert seen.replicas[0].next == "starts as soon as there is room"
 
 
+def test_a_job_that_no_node_could_ever_run_says_what_it_waits_for() -> None:
+    cluster = placed(service("first"), nodes=1)
+    cluster.do(submit(service("second", gpus=9), "j-second"))
+    seen = job_view(cluster.job("j-second"), {}, waiting_reasons(cluster.state, {}), node_names={}, now_utc=0.0)
+    assert seen.reason is not None
+    assert seen.reason.code == "never_fits"
+    assert seen.replicas[0].next == "starts when a node joins that has what it needs"
+
+
 @pytest.mark.parametrize(
     ("states", "expected"),
     [

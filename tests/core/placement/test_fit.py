@@ -26,7 +26,9 @@ def named(has: Capabilities) -> Node:
 def all_free(on: Node, **used_milli: int) -> Free:
     has = on.capabilities
     return Free(
-        gpu_milli={device.uuid: 1000 - used_milli.get(device.uuid, 0) for device in has.accelerators},
+        gpu_milli={
+            device.uuid: 1000 - device.foreign_milli - used_milli.get(device.uuid, 0) for device in has.accelerators
+        },
         cpus_milli=has.cpus_milli,
         memory_mib=has.memory_mib,
     )
@@ -62,7 +64,7 @@ def test_several_gpus_are_of_one_model_where_one_has_enough() -> None:
 
 def test_several_gpus_are_never_of_two_kinds() -> None:
     on = node(gpu("a"), gpu("b", kind="rocm", model="MI300"))
-    assert explain(refused(needs(2), on)) == "1 of 1 GPU free on n1, 2 needed"
+    assert explain(refused(needs(2), on)) == "1 such GPU on n1, 2 needed"
 
 
 def test_a_share_fills_the_fullest_gpu_that_has_room() -> None:
@@ -101,9 +103,9 @@ def test_models_are_patterns_in_any_case_and_one_of_them_must_match() -> None:
             "too_little_gpu_memory",
             "largest GPU on n1 has 80GiB, 100GiB needed",
         ),
-        (needs(4), "not_enough_gpus_free", "2 of 2 GPUs free on n1, 4 needed"),
-        (needs(cpus_milli=17_000), "too_few_cpus", "16 of 16 CPUs free on n1, 17 needed"),
-        (needs(memory_mib=65 * GIB), "too_little_memory", "64GiB of 64GiB memory free on n1, 65GiB needed"),
+        (needs(4), "not_enough_gpus_free", "2 such GPUs on n1, 4 needed"),
+        (needs(cpus_milli=17_000), "too_few_cpus", "16 CPUs on n1, 17 needed"),
+        (needs(memory_mib=65 * GIB), "too_little_memory", "64GiB memory on n1, 65GiB needed"),
         (needs(labels=(("zone", "east"),)), "missing_label", "label zone is west on n1, east needed"),
         (needs(labels=(("disk", "ssd"),)), "missing_label", "label disk=ssd is not on n1"),
     ],
@@ -138,3 +140,91 @@ def test_a_node_that_shrank_under_its_work_still_takes_what_asks_for_nothing() -
     shrunk = replace(all_free(on), cpus_milli=-3000, memory_mib=-1)
     assert isinstance(fit(needs(), on, shrunk), Choice)
     assert explain(refused(needs(cpus_milli=500), on, shrunk)) == "0 of 1 CPUs free on n1, 0.5 needed"
+
+
+# --- held by others -----------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_others_use_is_passed_over_and_named() -> None:
+    on = node(gpu("a", foreign_milli=1000), gpu("b"))
+    assert chosen(needs(1), on) == [("b", 1000)]
+    found = refused(needs(2), on)
+    assert code_of(found) == "devices_in_use"
+    assert explain(found) == "1 of 2 GPUs free on n1, others are in use (a: pid 7 (python of user bob) holds 20GiB)"
+    assert not is_permanent(found)
+
+
+def test_what_others_leave_of_a_gpu_can_be_shared_and_is_never_given_whole() -> None:
+    on = node(gpu("a", foreign_milli=300, foreign="held by another gpulayer"))
+    assert chosen(needs(0.7), on) == [("a", 700)]
+    assert chosen(needs(0.25), on, a=400) == [("a", 250)]
+    for wanted in (needs(1), needs(0.75)):
+        assert explain(refused(wanted, on)) == (
+            "0 of 1 GPU free on n1, others are in use (a: held by another gpulayer)"
+        )
+    # With 0.5 of it held by ours, it would be too little without the others too.
+    assert explain(refused(needs(0.75), on, a=500)) == "at most 0.2 of one GPU free on n1, 0.75 needed"
+
+
+def test_a_share_goes_to_the_fullest_gpu_whoever_filled_it() -> None:
+    on = node(gpu("a"), gpu("b", foreign_milli=600))
+    assert chosen(needs(0.25), on) == [("b", 250)]
+    assert chosen(needs(0.5), on) == [("a", 500)]
+
+
+def test_only_those_that_would_help_are_named_as_in_use() -> None:
+    on = node(gpu("a", foreign_milli=1000), gpu("b", foreign_milli=500), gpu("c", foreign_milli=1000, unhealthy="hot"))
+    found = refused(needs(1), on, b=500)
+    assert explain(found).endswith("(a: pid 7 (python of user bob) holds 20GiB)")
+
+
+def test_a_gpu_that_is_both_unhealthy_and_used_is_unhealthy() -> None:
+    found = refused(needs(1), node(gpu("a", unhealthy="hot", foreign_milli=1000)))
+    assert explain(found) == "0 of 1 GPU healthy on n1 (a: hot)"
+
+
+# --- MIG ----------------------------------------------------------------------------------------------------------
+
+
+def divided(**gib: int) -> Node:
+    """A GPU `p` with its instances, as a node lists them while one of both is still held."""
+    return node(gpu("p", model="H100"), *(gpu(uuid, gib=size, model="1g", parent="p") for uuid, size in gib.items()))
+
+
+def test_of_a_divided_gpu_only_the_parts_are_given_while_one_of_them_is_held() -> None:
+    on = divided(i=10, j=10)
+    assert chosen(needs(1), on, i=1000) == [("j", 1000)]
+    assert chosen(needs(0.5), on, i=500) == [("i", 500)]
+    assert explain(refused(needs(1, gpu_models=("H100",)), on, i=250)) == "0 of 1 GPU free on n1"
+
+
+def test_of_a_gpu_that_is_held_no_part_is_given() -> None:
+    on = divided(i=10)
+    assert explain(refused(needs(1), on, p=250)) == "0 of 2 GPUs free on n1"
+    assert chosen(needs(0.5), on, p=250) == [("p", 500)]
+
+
+def test_a_share_that_a_divided_gpu_could_give_is_not_said_to_be_free() -> None:
+    """It was told that one GPU is free where half of one was needed."""
+    found = refused(needs(0.5, gpu_models=("H100",)), divided(i=10), i=250)
+    assert explain(found) == "0 of 1 GPU free on n1, 0.5 needed"
+
+
+def test_a_divided_gpu_is_not_said_to_wait_for_others() -> None:
+    on = node(gpu("p", model="H100", foreign_milli=1000), gpu("i", model="1g", parent="p"))
+    found = refused(needs(1, gpu_models=("H100",)), on, i=500)
+    assert explain(found) == "0 of 1 GPU free on n1"
+
+
+def test_one_replica_is_never_given_a_gpu_together_with_a_part_of_it() -> None:
+    on = divided(i=10)
+    assert explain(refused(needs(2), on)) == "1 of 2 GPUs free on n1, 2 needed"
+    assert chosen(needs(2), divided(i=10, j=10)) == [("i", 1000), ("j", 1000)]
+    with_another = node(*divided(i=90).capabilities.accelerators, gpu("q", gib=80, model="H100"))
+    assert chosen(needs(2), with_another) == [("p", 1000), ("q", 1000)]
+
+
+def test_a_gpu_that_claims_to_be_a_part_of_itself_excludes_nothing_else() -> None:
+    on = node(gpu("a", parent="a"), gpu("b"))
+    assert chosen(needs(2), on) == [("a", 1000), ("b", 1000)]
+    assert chosen(needs(0.5), on, a=500) == [("a", 500)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from gpulayer.core.placement.plan import (
     PLACEMENTS_MAX,
     Plan,
     explain_job,
+    obstacle,
     plan,
     waiting_reasons,
 )
@@ -31,6 +33,7 @@ from gpulayer.core.placement.refusal import (
 from gpulayer.core.placement.score import told
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import JobId, NodeId
+from gpulayer.model.node import excluded_by
 from tests.core.cluster.states import (
     CANCELLED,
     GIB,
@@ -92,10 +95,64 @@ def test_equal_reasons_of_many_nodes_are_told_together() -> None:
 def test_what_no_node_could_ever_run_is_said_at_once() -> None:
     cluster = Cluster(admit("n1", gpu("g0", gib=24)), submit(service("a", gpus=1, gpu_memory_mib=80 * GIB)))
     reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
-    assert reason.code == "no_capacity"
+    assert reason.code == "never_fits"
     assert reason.text == "cannot ever run here: 1 node: largest GPU on n1 has 24GiB, 80GiB needed"
-    assert "add a node" in reason.hint
+    assert reason.hint.startswith("ask for 24GiB at most, or add a node")
     assert waiting_reason(()).text == "no node is known yet"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("A100", "did you mean --gpu-model 'NVIDIA A100-SXM4-80GB'?"),
+        ("*a100 sxm4*", "did you mean --gpu-model 'NVIDIA A100-SXM4-80GB'?"),
+        ("rtx4090", "did you mean --gpu-model 'NVIDIA GeForce RTX 4090'?"),
+        ("*GeForc RTX*", "ask for one of L4, NVIDIA A100-SXM4-80GB, NVIDIA GeForce RTX 4090, or add a node"),
+        ("L40", "ask for one of L4, "),
+        ("H100", "ask for one of L4, "),
+        ("gefroce", "did you mean --gpu-model 'NVIDIA GeForce RTX 4090'?"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_answered_with_those_that_are(pattern: str, hint: str) -> None:
+    cluster = Cluster(
+        admit("n1", gpu("g0", model="NVIDIA A100-SXM4-80GB"), gpu("g1", model="NVIDIA A100-SXM4-80GB")),
+        admit("n2", gpu("g2", model="NVIDIA GeForce RTX 4090"), gpu("g3", model="L4")),
+        submit(service("a", gpus=1, gpu_models=(pattern,))),
+    )
+    reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
+    assert reason.code == "never_fits"
+    assert reason.hint.startswith(hint)
+
+
+def test_gpus_that_could_not_be_detected_are_told_as_such() -> None:
+    """Somebody waited for a GPU of a host whose driver did not load, and was told that it has none."""
+    node = admit("n1")
+    why = "NVML: driver not loaded"
+    blind = replace(node, capabilities=replace(node.capabilities, gpu_detect="error", undetected=(why,)))
+    cluster = Cluster(blind, submit(service("a", gpus=1)))
+    reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
+    assert reason.text == f"cannot ever run here: 1 node: no GPU was detected on n1 ({why}), 1 needed"
+    assert "gpulayer resources detect" in reason.hint
+
+
+def test_what_only_a_person_can_change_is_known_when_a_job_is_submitted() -> None:
+    cluster = Cluster(admit("n1", gpu("g0")), admit("n2"))
+    few = service("a", gpus=1, replicas=2)
+    assert obstacle(cluster.state, service("a", gpus=1)) is None
+    reason = obstacle(cluster.state, few)
+    assert reason is not None
+    assert reason.text == "2 replicas need as many nodes (spread=node), and 1 node can run one"
+    assert "--spread any" in reason.hint
+    assert obstacle(cluster.state, replace(few, spread="any")) is None
+    never = obstacle(cluster.state, service("a", gpus=2))
+    assert never is not None
+    assert never.code == "never_fits"
+    assert never.text == "cannot ever run here: 2 nodes: 1 such GPU on n1, 2 needed; no GPU on n2, 2 needed"
+    # Taken now, but not for ever.
+    cluster = Cluster(admit("n1", gpu("g0")), submit(service("b", gpus=1)))
+    cluster.plan()
+    assert obstacle(cluster.state, service("a", gpus=1)) is None
+    assert obstacle(Cluster().state, service("a", gpus=1)) is None
 
 
 def test_the_queue_is_by_priority_then_by_submission() -> None:
@@ -252,13 +309,57 @@ def test_explain_answers_for_a_job_that_is_not_submitted_yet() -> None:
     assert replica.node is None
 
 
+def test_a_job_whose_gpu_others_use_waits_names_them_and_starts_when_they_leave() -> None:
+    cluster = Cluster(admit("n1", gpu("g0", foreign_milli=1000)), submit(service("a", gpus=1)))
+    made = plan(cluster.state, {})
+    assert not made.placements
+    in_use = "0 of 1 GPU free on n1, others are in use (g0: pid 7 (python of user bob) holds 20GiB)"
+    assert why_not(made, "j-a") == [in_use]
+    reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
+    assert (reason.code, reason.text) == ("no_capacity", f"1 node: {in_use}")
+    assert "starts by itself" in reason.hint
+    cluster.do(admit("n1", gpu("g0")))
+    assert where(plan(cluster.state, {})) == {"j-a.0": "n-n1"}
+
+
+def test_a_gpu_that_others_use_sends_the_job_to_another_node() -> None:
+    cluster = Cluster(admit("n1", gpu("g0", foreign_milli=1000)), admit("n2", gpu("g1")), submit(service("a", gpus=1)))
+    assert where(plan(cluster.state, {})) == {"j-a.0": "n-n2"}
+
+
+def test_a_gpu_that_others_use_does_not_cost_a_waiting_job_what_is_collected_for_it() -> None:
+    """Two of three GPUs would do. That somebody else is on the third let every later job pass."""
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g1"), gpu("g2", foreign_milli=1000)), submit(service("a", gpus=1)))
+    cluster.plan()
+    cluster.do(submit(service("large", gpus=2, priority=90)), submit(batch("small", gpus=1)))
+    made = plan(cluster.state, {})
+    assert why_not(made, "j-small") == ["n1 is kept for job large, which is before it in the queue"]
+    cluster.do(ended(succeeded(), job="j-a"))
+    assert where(plan(cluster.state, {})) == {"j-large.0": "n-n1"}
+
+
+def test_nothing_is_kept_for_a_job_that_waits_for_others_to_leave() -> None:
+    """What gpulayer holds would not help it, if all of it were given back."""
+    cluster = Cluster(admit("n1", gpu("g0"), gpu("g1", foreign_milli=1000)))
+    cluster.do(submit(service("large", gpus=2, priority=90)), submit(batch("small", gpus=1)))
+    assert where(plan(cluster.state, {})) == {"j-small.0": "n-n1"}
+
+
+def test_shares_fill_what_others_leave_of_a_gpu() -> None:
+    cluster = Cluster(admit("n1", gpu("g0", foreign_milli=500), gpu("g1")))
+    cluster.do(*(submit(service(name, gpus=0.25)) for name in "abc"))
+    made = plan(cluster.state, {})
+    assert [placed.devices[0].uuid for placed in made.placements] == ["g0", "g0", "g1"]
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(states(), st.integers(0, 1000), st.sets(st.sampled_from(["n-0", "n-1", "n-2"])))
 def test_a_plan_is_a_function_keeps_every_bound_and_answers_everyone(
     state: ClusterState, seed: int, closed: set[str]
 ) -> None:
     """P3, P6: apply drops nothing of it when nothing changed, and check() holds; the same answer under any order of the
-    mappings; who waits is placed, or refused once by each node; and nothing that waits could still be placed."""
+    mappings; who waits is placed, or refused once by each node; nothing that waits could still be placed; and what is
+    not well, held by others, or part of a divided GPU is left alone."""
     placeable = {NodeId(node): "closed" for node in closed}
     made = plan(state, placeable)
     assert plan(shuffled(state, seed), dict(sorted(placeable.items(), reverse=True))) == made
@@ -287,6 +388,14 @@ def test_a_plan_is_a_function_keeps_every_bound_and_answers_everyone(
             # A node may have shrunk under its work: never over what it has, unless it was over before.
             now, then = (sum(getattr(a, part) for a in some) for some in (held, before))
             assert now <= max(total, then)
+        milli = Counter({share.uuid: 0 for a in held for share in a.devices})
+        for share in (share for a in held for share in a.devices):
+            milli[share.uuid] += share.milli
+        devices = {device.uuid: device for device in has.accelerators}
+        for share in (share for placed in made.placements if placed.node == node.id for share in placed.devices):
+            assert milli[share.uuid] <= devices[share.uuid].usable_milli
+            beside = excluded_by(share.uuid, has.accelerators)
+            assert not beside & milli.keys(), "a GPU and its MIG instances exclude one another"
 
 
 @pytest.mark.parametrize("are_alike", [True, False])

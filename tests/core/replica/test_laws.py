@@ -1,8 +1,9 @@
 """What holds in every order of events, for an agent and all its attempts.
 
 The world around the agent is a small honest model: shims that do what they are asked, late, and may be killed;
-processes that exit when they like, with children that stay; a log that loses proposals; a daemon that is killed and
-comes back at any moment; a host that reboots. The laws are asserted where effects arrive and where the log commits.
+processes that exit when they like, with children that stay, on devices that stay busy for a while; starts that the
+host refuses; a log that loses proposals, and places again what was refused; a daemon that is killed and comes back at
+any moment; a host that reboots. The laws are asserted where effects arrive and where the log commits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gpulayer.core.replica.messages import (
     AgentEvent,
     AttemptEvent,
     AttemptsFound,
+    DevicesNotClear,
     Discard,
     FoundAttempt,
     FoundRun,
@@ -32,11 +34,13 @@ from gpulayer.core.replica.messages import (
     ReplicaEffect,
     ReplicaEvent,
     Report,
+    ReportRefused,
     ReportReleased,
     RunExited,
     RunStarted,
     ShimDied,
     StartFailed,
+    StartRefused,
     StartRun,
     StopRun,
     TreeGone,
@@ -47,12 +51,14 @@ from gpulayer.model.replica import REASON_CODES, Assignment, Exit, Outcome, Reas
 from gpulayer.model.units import Instant
 
 EPOCH_UTC = 1_700_000_000.0
-ATTEMPTS_MAX = 3
+REPLICAS_MAX = 3
+ATTEMPTS_MAX = 2
 NODE = NodeId("n-1")
 # The common more often than the rare, so that the rare meets something.
 HAPPENINGS = (
     *("quick", "carry out", "deliver", "a moment", "exit 1", "listener", "daemon killed") * 3,
     *("a start fails", "a while", "exit 0", "tree ends", "commit", "restart", "shim killed") * 2,
+    *("a start is refused", "placed again") * 2,
     *("withdraw", "given up", "reboot"),
 )
 
@@ -72,6 +78,9 @@ class Host:
     """The last start that this daemon has asked for, or the newest that an earlier one left on disk."""
     process: bool = False
     tree: bool = False
+    """A process of the run is left, or the driver lists one."""
+    is_not_clear: bool = False
+    """No process is left, the driver lists one all the same, and that was told."""
     exit: Exit | None = None
     started: float = 0.0
     ended: float = 0.0
@@ -83,6 +92,8 @@ class Host:
     listed_run: int | None = None
     """The run whose listener the agent has heard of last, and heard nothing against since."""
     is_discarded: bool = False
+    is_refused: bool = False
+    """The agent has said that its node cannot have it."""
 
     @property
     def run(self) -> int:
@@ -102,7 +113,9 @@ class World(RuleBasedStateMachine):
         self.log: dict[AttemptId, Order] = {}
         self.specs: dict[AttemptId, JobSpec] = {}
         self.outcomes: dict[AttemptId, Outcome] = {}
-        self.proposals: deque[tuple[AttemptId, Report | ReportReleased]] = deque()
+        self.proposals: deque[tuple[AttemptId, Report | ReportReleased | ReportRefused]] = deque()
+        self.waiting: dict[ReplicaId, AttemptId] = {}
+        """What was refused, and may be placed again."""
         self.submitted = 0
         self.hear(OrdersChanged(orders=()))
         self.hear(AttemptsFound(found=()))
@@ -129,10 +142,16 @@ class World(RuleBasedStateMachine):
                 host.requests.append(effect)
             case Report(released=released):
                 assert not released or not host.tree, "P7: released, and something is left"
+                assert not host.is_refused, "one end is enough"
                 assert attempt in self.log
                 self.proposals.append((attempt, effect))
             case ReportReleased():
                 assert not host.tree, "P7: released, and something is left"
+                self.proposals.append((attempt, effect))
+            case ReportRefused():
+                assert not host.tree, "P7: refused, and something is left"
+                assert attempt in self.log
+                host.is_refused = True
                 self.proposals.append((attempt, effect))
             case Discard():
                 assert not host.tree
@@ -147,7 +166,11 @@ class World(RuleBasedStateMachine):
         assert not host.is_starting, "one at a time"
         assert not host.is_discarded
         assert start.run > host.run
-        assert spec.kind == "service" or host.executions == 0, "P4: a batch is executed once"
+        attempts = [other for id, other in self.hosts.items() if id.replica == attempt.replica]
+        executions = sum(other.executions for other in attempts)
+        assert spec.kind == "service" or executions == 0, "P4: a batch is executed once, whichever attempt it is"
+        assert not any(other.tree or other.is_starting for other in attempts), "P3: nor beside an attempt before it"
+        assert not host.is_refused, "what was refused is begun as another attempt only"
         assert attempt in self.log
         assert not self.log[attempt].outcome_known
         assert self.log[attempt].assignment.withdrawn is None
@@ -168,7 +191,7 @@ class World(RuleBasedStateMachine):
     def begins_with_a_service(self) -> None:
         self.submit("service", "always", None, True, None)
 
-    @precondition(lambda self: self.submitted < ATTEMPTS_MAX)
+    @precondition(lambda self: self.submitted < REPLICAS_MAX)
     @rule(
         kind=st.sampled_from(["service", "service", "batch"]),
         restart=st.sampled_from(["always", "on_failure", "never"]),
@@ -192,12 +215,20 @@ class World(RuleBasedStateMachine):
                 start_timeout_seconds=start_timeout,
             )
         self.submitted += 1
-        replica = ReplicaId(JobId(f"j-{self.submitted}"), 0)
-        assignment = Assignment(replica=replica, attempt=1, node=NODE, revision=1)
+        self.place(ReplicaId(JobId(f"j-{self.submitted}"), 0), 1, spec)
+
+    def place(self, replica: ReplicaId, attempt: int, spec: JobSpec) -> None:
+        assignment = Assignment(replica=replica, attempt=attempt, node=NODE, revision=1)
         self.specs[assignment.id] = spec
         self.hosts[assignment.id] = Host()
         self.log[assignment.id] = Order(assignment=assignment, spec=spec, job_name="x")
         self.orders_changed()
+
+    def place_again(self) -> None:
+        for replica, before in sorted(self.waiting.items()):
+            if before.attempt < ATTEMPTS_MAX:
+                self.place(replica, before.attempt + 1, self.specs[before])
+        self.waiting.clear()
 
     def withdraw(self, number: int) -> None:
         self.change(number, withdrawn=Reason(code="cancelled", text="by hand"))
@@ -229,6 +260,14 @@ class World(RuleBasedStateMachine):
         if is_lost or order is None:
             return
         host = self.hosts[attempt]
+        if isinstance(proposal, ReportRefused):
+            assert not host.tree, "P7"
+            assert not host.is_starting
+            del self.log[attempt]
+            if attempt not in self.outcomes and order.assignment.withdrawn is None:
+                self.waiting[attempt.replica] = attempt
+            self.orders_changed()
+            return
         if isinstance(proposal, Report):
             first = self.outcomes.setdefault(attempt, proposal.outcome)
             if self.specs[attempt].kind == "batch" and host.executions and first.exit is not None:
@@ -244,14 +283,18 @@ class World(RuleBasedStateMachine):
 
     # --- what happens on the host --------------------------------------------------------------------------------
 
-    def carry_out(self, number: int, fails: bool = False) -> None:
+    def carry_out(self, number: int, fails: bool = False, is_refused: bool = False) -> None:
         picked = self.pick(number)
         if picked is not None and picked[1].requests:
-            self.do(picked[1], picked[1].requests.popleft(), fails)
+            self.do(picked[1], picked[1].requests.popleft(), fails, is_refused)
 
-    def do(self, host: Host, request: StartRun | StopRun, fails: bool) -> None:
+    def do(self, host: Host, request: StartRun | StopRun, fails: bool, is_refused: bool = False) -> None:
         match request:
             case StartRun(run=run):
+                if is_refused:
+                    reason = Reason(code="device_unavailable", text="GPU-0 is used by others")
+                    host.events.append(StartRefused(run=run, reason=reason))
+                    return
                 host.has_sandbox = True
                 if fails:
                     reason = Reason(code="bad_command", text="no such file")
@@ -293,7 +336,7 @@ class World(RuleBasedStateMachine):
         if is_heard:
             self.all_is_quick(number, listens=False)
 
-    def tree_ends(self, number: int) -> None:
+    def tree_ends(self, number: int, is_not_clear: bool = False) -> None:
         picked = self.pick(number)
         if picked is None or not picked[1].tree:
             return
@@ -302,7 +345,11 @@ class World(RuleBasedStateMachine):
             return
         if not host.shim and not host.is_swept:
             return
-        host.process = host.tree = False
+        if is_not_clear and not host.is_not_clear:
+            host.process, host.is_not_clear = False, True
+            host.events.append(DevicesNotClear(run=host.run, text="the driver still lists pid 7 on GPU-0"))
+            return
+        host.process = host.tree = host.is_not_clear = False
         host.events.append(TreeGone(run=host.run))
 
     def shim_is_killed(self, number: int) -> None:
@@ -372,7 +419,7 @@ class World(RuleBasedStateMachine):
             host.listed_run = None
             host.failed = 0.0
             host.is_swept = False
-            host.is_discarded = False
+            host.is_discarded = host.is_refused = host.is_not_clear = False
             host.asked = host.marker
         self.proposals.clear()
         self.agent = Agent(NODE, "10.0.0.5")
@@ -420,7 +467,7 @@ class World(RuleBasedStateMachine):
 
     # Hypothesis turns whole rules off for an example (swarm testing), which leaves too few of those in which a replica
     # comes up at all: so what happens is one rule that chooses.
-    @rule(what=st.sampled_from(HAPPENINGS), number=st.integers(0, 2), flag=st.booleans(), is_heard=st.booleans())
+    @rule(what=st.sampled_from(HAPPENINGS), number=st.integers(0, 5), flag=st.booleans(), is_heard=st.booleans())
     def happens(self, what: str, number: int, flag: bool, is_heard: bool) -> None:
         match what:
             case "quick":
@@ -429,6 +476,14 @@ class World(RuleBasedStateMachine):
                 self.carry_out(number)
             case "a start fails":
                 self.carry_out(number, fails=True)
+            case "a start is refused":
+                self.carry_out(number, is_refused=True)
+                if is_heard:
+                    self.deliver(number, is_doubled=flag)
+                    self.commit(is_lost=False)
+                    self.place_again()
+            case "placed again":
+                self.place_again()
             case "deliver":
                 self.deliver(number, is_doubled=flag)
             case "a moment":
@@ -441,7 +496,9 @@ class World(RuleBasedStateMachine):
             case "exit 1":
                 self.process_exits(number, 1, leaves=flag, is_heard=is_heard)
             case "tree ends":
-                self.tree_ends(number)
+                self.tree_ends(number, is_not_clear=flag)
+                if is_heard:
+                    self.all_is_quick(number, listens=False)
             case "listener":
                 self.listener_is_checked(number, is_found=flag, is_heard=is_heard)
             case "commit":
@@ -474,6 +531,13 @@ class World(RuleBasedStateMachine):
     def every_state_has_a_reason(self) -> None:
         for status in self.agent.statuses().values():
             assert status.state == "ready" or (status.reason is not None and status.reason.code in REASON_CODES), "P9"
+
+    @invariant()
+    def nothing_is_said_to_be_in_the_way_when_nothing_is_left(self) -> None:
+        for attempt, status in self.agent.statuses().items():
+            if status.reason is not None and status.reason.code == "devices_not_clear":
+                host = self.hosts[attempt]
+                assert host.tree or TreeGone(run=host.run) in host.events
 
     def teardown(self) -> None:
         """Everything is cancelled, and everyone does what they owe: then nothing is left, anywhere."""

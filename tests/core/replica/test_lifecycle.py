@@ -11,6 +11,7 @@ from gpulayer.core.base import Tick
 from gpulayer.core.replica import lifecycle
 from gpulayer.core.replica.messages import (
     Announce,
+    DevicesNotClear,
     Discard,
     FoundAttempt,
     FoundRun,
@@ -21,12 +22,14 @@ from gpulayer.core.replica.messages import (
     ReplicaEffect,
     ReplicaEvent,
     Report,
+    ReportRefused,
     ReportReleased,
     RestartRequested,
     RunExited,
     RunStarted,
     ShimDied,
     StartFailed,
+    StartRefused,
     StartRun,
     StopRun,
     TreeGone,
@@ -35,6 +38,7 @@ from gpulayer.core.replica.messages import (
 )
 from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
+from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import REASON_CODES, Assignment, Endpoint, Exit, Reason, ReplicaStatus
 from gpulayer.model.units import NEVER, Instant
 
@@ -930,3 +934,264 @@ def test_an_order_that_was_taken_back_meanwhile_is_cancelled_all_the_same() -> N
     story = Story(service(), found=not_executed(), withdrawn=CANCELLED)
     (report,) = story.asked(Report)
     assert (report.outcome.result, report.released) == ("cancelled", True)
+
+
+# --- a start that its node refuses ---------------------------------------------------------------------------------
+
+IN_USE = Reason(code="device_unavailable", text="GPU-0 is used by others: pid 7", hint="it waits for its turn again")
+SEEN = Accelerator(
+    uuid="GPU-0", kind="cuda", vendor="nvidia", model="H100", memory_mib=1024, foreign="pid 7", foreign_milli=1000
+)
+
+
+def refused(run: int = 1) -> StartRefused:
+    return StartRefused(run=run, reason=IN_USE, observed=(SEEN,))
+
+
+@pytest.mark.parametrize("spec", [service(), service(restart="never"), service(max_restarts=0), batch()])
+def test_a_start_that_is_refused_is_reported_as_such_and_is_no_failure_whatever_the_policy(spec: JobSpec) -> None:
+    story = Story(spec)
+    story.hear(refused())
+    assert story.announced() == ["replica.refused"]
+    assert story.asked(ReportRefused) == [ReportRefused(reason=IN_USE, observed=(SEEN,))]
+    assert story.asked(Report) == story.asked(ReportReleased) == story.asked(StartRun) == []
+    assert isinstance(story.effects[-1], Discard)
+    assert [note.text for note in story.asked(Note)] == [
+        "run 1 is not started here: GPU-0 is used by others: pid 7; it waits to be placed again"
+    ]
+    assert (story.status.state, story.status.reason) == ("waiting", IN_USE)
+    assert (story.status.pid, story.status.port, story.status.endpoint) == (None, None, None)
+    assert IN_USE.code in REASON_CODES
+    assert lifecycle.is_over(story.life)
+    assert lifecycle.deadline(story.life) == NEVER
+
+
+def test_what_was_refused_is_over_whatever_is_heard_afterwards() -> None:
+    story = Story(batch())
+    story.hear(refused())
+    later = (
+        refused(),
+        RunStarted(run=1, pid=101, port=20001, at_utc=story.utc),
+        StartFailed(run=1, reason=Reason(code="bad_command"), at_utc=story.utc),
+        RunExited(exit=Exit(run=1, code=0)),
+        ShimDied(run=1, at_utc=story.utc),
+        DevicesNotClear(run=1, text="the driver lists pid 7"),
+        Unkillable(run=1, pids=(7,)),
+        TreeGone(run=1),
+        RestartRequested(serial=1),
+        Withdrawn(reason=CANCELLED),
+        Tick(),
+    )
+    assert story.hear(*later) == []
+    assert story.wait(1000.0) == []
+    assert (story.status.state, story.status.reason) == ("waiting", IN_USE)
+
+
+def test_a_refusal_is_owed_until_the_log_shows_it_and_a_release_where_the_end_is_known() -> None:
+    story = Story(service())
+    assert lifecycle.owed(story.life, outcome_known=False) is None
+    story.hear(refused())
+    assert lifecycle.owed(story.life, outcome_known=False) == ReportRefused(reason=IN_USE, observed=(SEEN,))
+    assert lifecycle.owed(story.life, outcome_known=True) == ReportReleased()
+
+
+def test_a_start_that_was_cancelled_and_is_refused_is_cancelled() -> None:
+    story = Story(service())
+    story.hear(Withdrawn(reason=CANCELLED), refused())
+    [report] = story.asked(Report)
+    assert (report.outcome.result, report.outcome.reason, report.released) == ("cancelled", CANCELLED, True)
+    assert story.asked(ReportRefused) == []
+    assert isinstance(story.effects[-1], Discard)
+    assert story.status.state == "ended"
+
+
+def test_a_restart_that_is_refused_sends_the_replica_to_the_queue_with_what_is_known_of_it() -> None:
+    story = Story(service())
+    story.crash(3)
+    story.wait(1.0)
+    assert story.life.run == 2
+    story.hear(refused(run=2))
+    assert len(story.asked(ReportRefused)) == 1
+    assert (story.status.state, story.status.restarts) == ("waiting", 1)
+    assert story.status.last_exit is not None
+    assert story.status.last_exit.code == 3
+
+
+def test_a_restart_on_request_that_is_refused_waits_too() -> None:
+    story = Story(service())
+    story.ready()
+    story.hear(RestartRequested(serial=1))
+    story.exit(0)
+    story.gone()
+    story.hear(refused(run=2))
+    assert story.status.state == "waiting"
+    assert len(story.asked(ReportRefused)) == 1
+
+
+def test_a_refusal_of_an_older_run_is_ignored() -> None:
+    story = Story(service())
+    story.crash()
+    story.wait(1.0)
+    assert story.hear(refused(run=1)) == []
+    assert story.status.state == "starting"
+
+
+@pytest.mark.parametrize("phase", ["starting", "ready", "unready", "stopping", "backing_off", "ended"])
+def test_a_refusal_of_what_was_started_is_ignored(phase: str) -> None:
+    """Twice the same answer, or one to a question that was never asked: what runs goes on."""
+    story = Story(service(restart="never" if phase == "ended" else "always"))
+    story.start() if phase == "starting" else story.ready()
+    match phase:
+        case "unready":
+            story.hear(ListenerMissing(run=1, reason=Reason(code="not_listening")))
+        case "stopping":
+            story.hear(Withdrawn(reason=CANCELLED))
+        case "backing_off" | "ended":
+            story.exit(1)
+        case _:
+            pass
+    before = story.life
+    assert story.status.state == phase
+    assert story.hear(refused()) == []
+    assert story.life == before
+
+
+def test_a_refusal_that_the_log_has_not_heard_of_when_the_daemon_ends_is_begun_again() -> None:
+    """Nothing was executed and no marker made, so this is safe for a batch too."""
+    spec = batch()
+    found = FoundAttempt(attempt=order(spec).assignment.id, shim_alive=True, first_started_seconds_ago=None, last=None)
+    life, effects = lifecycle.adopt(order(spec), found, Instant(1.0), advertise="10.0.0.5")
+    assert [effect.run for effect in effects if isinstance(effect, StartRun)] == [1]
+    life, effects = lifecycle.step(life, refused(), Instant(2.0))
+    assert [effect for effect in effects if isinstance(effect, ReportRefused)]
+
+
+def test_a_refused_restart_that_the_log_has_not_heard_of_is_tried_again_by_the_next_daemon() -> None:
+    ended = Exit(run=1, code=3, ended_at_utc=EPOCH_UTC, uptime_seconds=10.0)
+    story = Story(service(), found=found_run(alive=False, gone=True, exit=ended), shim_alive=False)
+    assert [start.run for start in story.asked(StartRun)] == [2]
+    story.hear(refused(run=2))
+    assert story.status.state == "waiting"
+
+
+# --- devices that are not clear ------------------------------------------------------------------------------------
+
+
+def not_clear(run: int = 1, pid: int = 7) -> DevicesNotClear:
+    return DevicesNotClear(run=run, text=f"the driver still lists pid {pid} on GPU-0")
+
+
+def test_a_cancelled_run_is_stopping_until_its_devices_are_clear_and_says_what_it_waits_for() -> None:
+    """T80: a GPU is free when the driver says so."""
+    story = Story(service())
+    story.ready()
+    story.hear(Withdrawn(reason=CANCELLED))
+    story.exit(signal=15, ended_by="stop:cancelled")
+    story.hear(not_clear())
+    assert story.announced() == ["replica.devices_not_clear"]
+    reason = story.status.reason
+    assert reason is not None
+    assert (story.status.state, reason.code) == ("stopping", "devices_not_clear")
+    assert reason.text == "all its processes have ended, and the driver still lists pid 7 on GPU-0"
+    assert reason.code in REASON_CODES
+    assert reason.hint
+    assert story.wait(60.0) == []
+    story.gone()
+    assert [report.released for report in story.asked(Report)] == [True]
+    assert story.status.state == "ended"
+    assert story.status.reason == CANCELLED
+
+
+def test_the_next_run_waits_for_the_devices_of_the_one_before() -> None:
+    story = Story(service())
+    story.ready()
+    story.exit(1)
+    story.hear(not_clear())
+    assert story.status.state == "stopping"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "devices_not_clear"
+    assert story.wait(60.0) == []
+    story.gone()
+    assert [start.run for start in story.asked(StartRun)] == [2]
+    assert story.status.state == "starting"
+    assert story.life.not_clear == ""
+
+
+def test_a_run_that_waits_out_its_delay_with_clear_devices_backs_off_and_says_why_it_ended() -> None:
+    story = Story(service())
+    story.ready()
+    story.exit(1)
+    story.hear(not_clear())
+    story.gone()
+    assert story.status.state == "backing_off"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "exit_nonzero"
+
+
+def test_a_batch_that_has_ended_is_released_only_when_its_devices_are_clear() -> None:
+    story = Story(batch())
+    story.start()
+    story.exit(0)
+    assert [report.released for report in story.asked(Report)] == [False]
+    story.hear(not_clear())
+    assert story.asked(ReportReleased) == story.asked(Discard) == []
+    assert story.status.state == "stopping"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "devices_not_clear"
+    story.gone()
+    assert story.effects == [ReportReleased(), Discard()]
+    assert story.status.state == "ended"
+    assert story.status.reason is not None
+    assert story.status.reason.code == "exit_zero"
+
+
+def test_what_is_in_the_way_is_announced_once_and_again_when_it_is_something_else() -> None:
+    story = Story(service())
+    story.ready()
+    story.exit(1)
+    story.hear(not_clear(), not_clear(), not_clear(pid=8), not_clear(pid=8))
+    assert story.announced() == ["replica.devices_not_clear"] * 2
+    assert story.status.reason is not None
+    assert "pid 8" in story.status.reason.text
+
+
+def test_a_late_word_about_the_devices_of_an_older_run_is_ignored() -> None:
+    story = Story(service())
+    story.crash()
+    assert story.hear(not_clear()) == [], "they are clear by now"
+    story.wait(1.0)
+    assert story.hear(not_clear(run=1)) == []
+    assert story.status.state == "starting"
+
+
+def test_devices_that_are_not_clear_before_the_exit_is_heard_say_so_afterwards() -> None:
+    story = Story(service())
+    story.ready()
+    story.hear(not_clear())
+    assert story.status.state == "ready", "its end is not known yet"
+    story.exit(1)
+    assert story.status.state == "stopping"
+    story.gone()
+    assert story.status.state == "backing_off"
+
+
+def test_a_cancel_while_the_devices_are_not_clear_needs_no_stop_and_ends_with_them() -> None:
+    story = Story(service())
+    story.ready()
+    story.exit(1)
+    story.hear(not_clear(), Withdrawn(reason=CANCELLED))
+    assert story.asked(StopRun) == story.asked(Report) == []
+    assert story.status.reason is not None
+    assert story.status.reason.code == "devices_not_clear"
+    story.gone()
+    assert [report.outcome.result for report in story.asked(Report)] == ["cancelled"]
+
+
+def test_processes_that_could_be_killed_in_the_end_are_not_named_any_more() -> None:
+    story = Story(service())
+    story.ready()
+    story.hear(Withdrawn(reason=CANCELLED))
+    story.exit(signal=9, ended_by="stop:cancelled")
+    story.hear(Unkillable(run=1, pids=(4711,)), not_clear())
+    assert story.status.reason is not None
+    assert story.status.reason.code == "devices_not_clear"
