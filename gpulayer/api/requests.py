@@ -30,7 +30,7 @@ class Moment:
     def __init__(self, node: NodeFacade, waiting: WaitingReasons) -> None:
         self.node = node
         self.version = node.version_of_view
-        self.state: ClusterState = node.state
+        self.state: ClusterState = node.observed_state
         self.statuses: Mapping[AttemptId, ReplicaStatus] = node.statuses()
         self.now_utc = node.now_utc()
         self.node_names: dict[NodeId, str] = {known.id: known.name for known in self.state.nodes.values()}

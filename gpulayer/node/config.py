@@ -22,6 +22,7 @@ from gpulayer.model.job import sorted_pairs
 from gpulayer.model.places import API_PORT, CONFIG_PATH, default_data_dir
 from gpulayer.model.units import MILLI, parse_count, parse_size
 from gpulayer.runtime.accelerators.declared import declared_accelerators
+from gpulayer.runtime.accelerators.exclude import checked_exclusions
 
 LOG_FORMATS = ("auto", "json", "text")
 
@@ -46,14 +47,26 @@ class UpOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another node of the same configuration: declared devices are the same ones for both."""
+
+    data_dir: Path
+    node_id: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     data_dir: Path
     bind: str = "127.0.0.1"
     advertise: str = "127.0.0.1"
-    api_port: int = API_PORT
+    api_port: int | None = API_PORT
+    """None: only the unix socket."""
     name: str
     labels: tuple[tuple[str, str], ...] = ()
     accelerators: tuple[Mapping[str, Any], ...] = ()
+    devices_excluded: tuple[str, ...] = ()
+    """UUIDs, PCI bus ids, models, or patterns of them (runtime/accelerators/exclude.py)."""
+    foreign_processes: Literal["skip", "allow"] = "skip"
     cpus_milli: int | None = None
     """None: what this process may use."""
     memory_mib: int | None = None
@@ -66,6 +79,14 @@ class Config:
     disk_free_min_mib: int = 64
     log_format: str = "auto"
     abandon_state: bool = False
+    shares_devices_with: Neighbour | None = None
+    tethered: bool = False
+    """Replicas end when this process does, however it ends (private.py)."""
+    first_look_seconds: float = 1.5
+    """So long the first answer of the driver is waited for. It takes a tenth of a second; one that hangs must not keep
+    the daemon from answering itself."""
+    observed_seconds: float = 10.0
+    """At least so long lies between two changes of what the node has that are committed (lifecycle.md §2.1)."""
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -79,6 +100,7 @@ _KNOWN: Mapping[str, Any] = {
     "log_format": str,
     "labels": dict,
     "accelerators": list,
+    "devices": {"exclude": list, "foreign_processes": str},
     "resources": {"cpus": (int, float), "memory": str},
     "logs": {"max_bytes": (int, str), "keep": int},
     "supervision": {"cgroups": str, "service_ports": str},
@@ -115,9 +137,16 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
     if cgroups not in ("auto", "off"):
         raise InvalidRequest(f"supervision.cgroups: {cgroups!r} is unknown", hint="use auto or off")
     accelerators = tuple(table.get("accelerators", ()))
+    devices = table.get("devices", {})
+    foreign_processes = devices.get("foreign_processes", "skip")
+    if foreign_processes not in ("skip", "allow"):
+        raise InvalidRequest(
+            f"{path}: devices.foreign_processes: {foreign_processes!r} is unknown", hint="use skip or allow"
+        )
     try:
         # Only to be told here, with the file's name, what is wrong with them: the node's id is not known yet.
         declared_accelerators(accelerators, node_id=NodeId("n-0"))
+        devices_excluded = checked_exclusions(devices.get("exclude", []))
     except InvalidRequest as error:
         raise InvalidRequest(f"{path}: {error.message}", hint=error.hint) from error
     return Config(
@@ -128,6 +157,8 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
         name=checked_name(str(merged["name"])) if merged.get("name") else _host_name(),
         labels=labels,
         accelerators=accelerators,
+        devices_excluded=devices_excluded,
+        foreign_processes=foreign_processes,
         cpus_milli=_checked_cpus(resources["cpus"]) if "cpus" in resources else None,
         memory_mib=parse_size(resources["memory"], "resources.memory") if "memory" in resources else None,
         log_max_bytes=_checked_bytes(logs.get("max_bytes", 10 * 2**20)),
@@ -174,7 +205,7 @@ def _check_keys(table: Mapping[str, Any], known: Mapping[str, Any], path: str, p
                 for kind in names
             )
             raise InvalidRequest(f"{path}: {prefix + key} = {value!r} is not {expected}", hint="see docs/operating.md")
-        elif wanted is list and not all(isinstance(item, dict) for item in value):
+        elif wanted is list and not prefix and not all(isinstance(item, dict) for item in value):
             raise InvalidRequest(
                 f"{path}: {prefix + key} is not an array of tables", hint=f"write each as [[{prefix + key}]]"
             )

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,7 +28,15 @@ from gpulayer.api.facade import AuditReport
 from gpulayer.api.server import BoundSockets, bind_sockets, serve
 from gpulayer.core.agent import Agent
 from gpulayer.core.cluster.apply import Accepted
-from gpulayer.core.cluster.commands import AdmitNode, Command, CreateCluster, ReplicaEnded, ReplicaReleased
+from gpulayer.core.cluster.commands import (
+    AdmitNode,
+    Command,
+    CreateCluster,
+    ReplicaEnded,
+    ReplicaRefused,
+    ReplicaReleased,
+)
+from gpulayer.core.inventory import Inventory
 from gpulayer.core.leader import Leader, LeaderEvent, PlaceableChanged, ProposalFailed, Propose, StateAdvanced
 from gpulayer.core.replica.messages import (
     AgentEffect,
@@ -37,6 +46,7 @@ from gpulayer.core.replica.messages import (
     Order,
     OrdersChanged,
     Report,
+    ReportRefused,
     ReportReleased,
 )
 from gpulayer.model import ids
@@ -46,16 +56,21 @@ from gpulayer.model.event import Event
 from gpulayer.model.ids import AttemptId, JobId, NodeId
 from gpulayer.model.node import Capabilities
 from gpulayer.model.places import SOCKET_NAME
-from gpulayer.model.replica import ReplicaStatus
+from gpulayer.model.replica import DeviceShare, ReplicaStatus
 from gpulayer.model.units import Instant
 from gpulayer.node.audit import audit_host
-from gpulayer.node.config import Config, UpOptions, load_config
+from gpulayer.node.config import Config, Neighbour, UpOptions, load_config
 from gpulayer.node.notify import ServiceNotifier
 from gpulayer.node.voter import Proposal, SoleVoter, open_voter
 from gpulayer.runtime.accelerators.declared import declared_accelerators
-from gpulayer.runtime.accelerators.detect import detect_host
+from gpulayer.runtime.accelerators.device_locks import SHARED_DIRECTORIES, DeviceLocks, shared_directory
+from gpulayer.runtime.accelerators.devices import Devices
+from gpulayer.runtime.accelerators.exclude import is_excluded
+from gpulayer.runtime.accelerators.nvml import pci_gpus
+from gpulayer.runtime.accelerators.survey import cards_of_other_vendors
 from gpulayer.runtime.drive import Inbox, drive
 from gpulayer.runtime.event_store import EventStore, open_event_store
+from gpulayer.runtime.host import detect_host
 from gpulayer.runtime.identity import DataDir, atomic_write, check_cluster, note_cluster, open_data_dir
 from gpulayer.runtime.supervisor import Supervisor
 from gpulayer.runtime.telemetry import configure_logs
@@ -85,11 +100,30 @@ class Daemon:
         self._voter = voter
         self._ready = False
         self._view: Watch[int] = Watch(0)
+        self._seen_state: tuple[ClusterState, int, ClusterState] | None = None
+        self._assigned: tuple[ClusterState, Mapping[AttemptId, tuple[DeviceShare, ...]]] | None = None
         self._event_seq = 0
         self._agent = Agent(self.node_id, config.advertise)
         self._agent_inbox: Inbox[AgentEvent] = Inbox()
         self._leader = Leader()
         self._leader_inbox: Inbox[LeaderEvent] = Inbox()
+        self._observed: Watch[int] = Watch(0)
+        """Rises when the devices have something new to say."""
+        self._host = detect_host(data.path)
+        self._cards = pci_gpus()
+        known = self.state.nodes.get(self.node_id)
+        owner = config.shares_devices_with or Neighbour(data_dir=data.path, node_id=self.node_id)
+        self._devices = Devices(
+            inventory=Inventory(
+                declared=declared_accelerators(config.accelerators, node_id=owner.node_id),
+                known=known.capabilities.accelerators if known is not None else (),
+                is_excluded=lambda device: is_excluded(device, config.devices_excluded),
+                foreign_processes=config.foreign_processes,
+            ),
+            locks=DeviceLocks(_lock_directory(), owner.data_dir),
+            assigned=self._assigned_devices,
+            changed=self._devices_changed,
+        )
         self._plan_trouble = ""
         """Why plans are not committed now: said once, not with every try."""
         self._supervisor = Supervisor(
@@ -102,9 +136,11 @@ class Daemon:
             log_keep=config.log_keep,
             cgroups=config.cgroups,
             base_env=os.environ,
+            devices=self._devices,
             ports=config.service_ports,
             nofile=nofile,
             wanted=lambda: {order.assignment.id for order in self._orders(self.state)},
+            tethered=config.tethered,
         )
         self._nursery: trio.Nursery | None = None
 
@@ -115,8 +151,22 @@ class Daemon:
         return self._voter.state.value
 
     @property
+    def observed_state(self) -> ClusterState:
+        """The state, with this node as it is seen now: what its devices say is committed a little later."""
+        state = self.state
+        node = state.nodes.get(self.node_id)
+        if node is None:
+            return state
+        if self._seen_state is None or self._seen_state[:2] != (state, self._observed.value):
+            seen = replace(state, nodes={**state.nodes, node.id: replace(node, capabilities=self._capabilities())})
+            self._seen_state = state, self._observed.value, seen
+        return self._seen_state[2]
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        found = [*self.config.warnings, *self._supervisor.warnings]
+        found = [*self.config.warnings, *self._supervisor.warnings, *self._devices.warnings]
+        if self._devices.inventory.gpu_detect == "error":
+            found += self._devices.inventory.undetected
         if self._voter.failed is not None:
             found.append(f"voter: storage failed: {self._voter.failed.message}")
         elif self._voter.store.disk_low:
@@ -196,6 +246,7 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._voter.run)
+            await nursery.start(self._devices.run)
             await self._admit()
             await nursery.start(self._supervisor.run)
             self._agent_inbox.put_nowait(OrdersChanged(orders=self._orders(self.state)))
@@ -205,21 +256,26 @@ class Daemon:
             nursery.start_soon(drive, _Observed(self._agent, self._bump), self._agent_inbox, self._perform)
             nursery.start_soon(drive, self._leader, self._leader_inbox, self._perform_leader)
             nursery.start_soon(self._follow_state)
+            # What runs is looked after by now. Whoever asks what there is should not hear of half a host.
+            with trio.move_on_after(self.config.first_look_seconds):
+                await self._devices.first_look()
+            nursery.start_soon(self._follow_devices)
             shutdown = trio.Event()
             port = await nursery.start(self._serve, sockets, shutdown)
+            api = f"{self.config.bind}:{port}" if port is not None else str(self._data.path / SOCKET_NAME)
             self._write_address(port)
             self._ready = True
             self._bump()
             log.info(
                 "daemon.ready",
                 node=self.node_name,
-                api=f"{self.config.bind}:{port}",
+                api=api,
                 data_dir=str(self._data.path),
                 adopted=sum(1 for attempt in found if attempt.shim_alive),
                 pid=os.getpid(),
                 version=__version__,
             )
-            notifier.send("READY=1", f"STATUS=serving on {self.config.bind}:{port}")
+            notifier.send("READY=1", f"STATUS=serving on {api}")
             if notifier.watchdog_interval_seconds is not None:
                 nursery.start_soon(_feed_watchdog, notifier)
             await self.stop_requested.wait()
@@ -230,12 +286,14 @@ class Daemon:
                 await self._served.wait()
             nursery.cancel_scope.cancel()
 
-    async def _serve(self, sockets: BoundSockets, shutdown: trio.Event, *, task_status: trio.TaskStatus[int]) -> None:
+    async def _serve(
+        self, sockets: BoundSockets, shutdown: trio.Event, *, task_status: trio.TaskStatus[int | None]
+    ) -> None:
         self._served = trio.Event()
         try:
             await serve(
                 make_app(self, trusted=True),
-                make_app(self, trusted=False),
+                make_app(self, trusted=False) if sockets.tcp is not None else None,
                 sockets,
                 shutdown=shutdown,
                 task_status=task_status,
@@ -243,10 +301,12 @@ class Daemon:
         finally:
             self._served.set()
 
-    def _write_address(self, port: int) -> None:
+    def _write_address(self, port: int | None) -> None:
         """Where the API is, for whoever looks into the data directory. A full disk must not keep the daemon from its
         replicas for that (P10); what an earlier daemon wrote would be wrong."""
         path = self._data.path / "api.json"
+        if port is None:
+            return
         try:
             atomic_write(path, json.dumps({"host": self.config.bind, "port": port}).encode())
         except OSError as error:
@@ -274,13 +334,47 @@ class Daemon:
             await self.propose(wanted)
 
     def _capabilities(self) -> Capabilities:
-        host = detect_host()
+        host, inventory = self._host, self._devices.inventory
         return Capabilities(
-            accelerators=declared_accelerators(self.config.accelerators, node_id=self.node_id),
+            accelerators=inventory.accelerators,
             cpus_milli=self.config.cpus_milli or host.cpus_milli,
             memory_mib=self.config.memory_mib or host.memory_mib,
             labels=self.config.labels,
+            undetected=(
+                *host.undetected,
+                *inventory.undetected,
+                *cards_of_other_vendors(self._cards, inventory.accelerators),
+            ),
+            gpu_detect=inventory.gpu_detect,
+            # The module's own version, where the library does not tell: after an upgrade they may differ.
+            drivers=tuple(sorted({**dict(host.drivers), **dict(inventory.drivers)}.items())),
+            disk_mib=host.disk_mib,
+            numa=host.numa,
         )
+
+    async def _follow_devices(self) -> None:
+        """What the node has becomes part of the log when it changes: the first change at once, then one in
+        `observed_seconds`, so that a device that comes and goes does not fill the log (lifecycle.md §2.1)."""
+        while True:
+            seen = self._observed.value
+            try:
+                await self._admit()
+            except GpulayerError as error:
+                log.warning("node.change_not_committed", reason=error.message)
+            await trio.sleep(self.config.observed_seconds)
+            await self._observed.wait_for(lambda value, seen=seen: value != seen)  # type: ignore[misc]
+
+    def _devices_changed(self) -> None:
+        self._observed.set(self._observed.value + 1)
+        self._bump()
+
+    def _assigned_devices(self) -> Mapping[AttemptId, tuple[DeviceShare, ...]]:
+        """What of this node's devices is held by orders. Asked every second, so it is made once per state."""
+        state = self.state
+        if self._assigned is None or self._assigned[0] is not state:
+            found = {each.id: each.devices for each in state.assignments(self.node_id) if each.devices}
+            self._assigned = state, found
+        return self._assigned[1]
 
     # --- routes -------------------------------------------------------------------------------------------------
 
@@ -328,9 +422,22 @@ class Daemon:
                 self._commit_report(
                     ReplicaReleased(job=attempt.replica.job, replica=attempt.replica.index, attempt=attempt.attempt)
                 )
+            case ReportRefused(reason=reason, observed=observed):
+                self._commit_report(
+                    ReplicaRefused(
+                        job=attempt.replica.job,
+                        replica=attempt.replica.index,
+                        attempt=attempt.attempt,
+                        reason=reason,
+                        observed=observed,
+                    )
+                )
+                # The other side of what was observed: when it is over, that is to be committed, too.
+                self._observed.set(self._observed.value + 1)
             case Announce():
                 # The end of what was ordered is told by the log, among the other things that are agreed.
-                self._announce(attempt, done, to_feed=done.kind != "replica.ended" or effect.order is None)
+                is_told = done.kind in ("replica.ended", "replica.refused") and effect.order is not None
+                self._announce(attempt, done, to_feed=not is_told)
             case _:
                 self._supervisor.perform(effect)
 
@@ -358,7 +465,7 @@ class Daemon:
             ]
         )
 
-    def _commit_report(self, command: ReplicaEnded | ReplicaReleased) -> None:
+    def _commit_report(self, command: ReplicaEnded | ReplicaReleased | ReplicaRefused) -> None:
         """In the order of the effects: a release that overtakes its end would be refused."""
         assert self._nursery is not None
         self._nursery.start_soon(self._report_answered, self._voter.propose_nowait(command))
@@ -387,6 +494,15 @@ class Daemon:
                 # For good, and said already: nothing can be placed any more.
                 self._leader_inbox.put_nowait(PlaceableChanged(placeable=self.placeable()))
             self._leader_inbox.put_nowait(ProposalFailed(command=proposal.command))
+
+
+def _lock_directory() -> Path:
+    """Where there is none, no GPU can be locked, which each says for itself; everything else works."""
+    try:
+        return shared_directory()
+    except GpulayerError as error:
+        log.warning("device_locks.no_directory", reason=error.message, hint=error.hint)
+        return Path(SHARED_DIRECTORIES[0])
 
 
 class _Observed:
@@ -435,10 +551,18 @@ async def _main(config: Config, notifier: ServiceNotifier) -> int:
     ):
         for text in data.warnings:
             log.warning("data_dir.changed", text=text)
-        return await _start(config, data, sockets, notifier)
+        return await run_node(config, data, sockets, notifier, beside=_stop_on_signal)
 
 
-async def _start(config: Config, data: DataDir, sockets: BoundSockets, notifier: ServiceNotifier) -> int:
+async def run_node(
+    config: Config,
+    data: DataDir,
+    sockets: BoundSockets,
+    notifier: ServiceNotifier,
+    *,
+    beside: Callable[[Daemon], Awaitable[None]],
+) -> int:
+    """A node, from its log to its end. `beside` runs as long as it does, and says when it is to stop."""
     events = await open_event_store(data.path / "events.db")
     try:
         voter = await open_voter(
@@ -456,7 +580,7 @@ async def _start(config: Config, data: DataDir, sockets: BoundSockets, notifier:
             refused: list[GpulayerError] = []
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_stop_on_signal, daemon)
+                    nursery.start_soon(beside, daemon)
                     await daemon.run(sockets, notifier)
                     nursery.cancel_scope.cancel()
             except* GpulayerError as group:

@@ -23,6 +23,7 @@ import structlog
 import trio
 
 from gpulayer.core.replica.messages import (
+    DevicesNotClear,
     Discard,
     FoundRun,
     Note,
@@ -33,14 +34,16 @@ from gpulayer.core.replica.messages import (
     RunStarted,
     ShimDied,
     StartFailed,
+    StartRefused,
     StartRun,
     StopRun,
     TreeGone,
     Unkillable,
 )
 from gpulayer.model.ids import AttemptId, NodeId
-from gpulayer.model.replica import Reason
+from gpulayer.model.replica import DeviceShare, Reason
 from gpulayer.runtime import cgroups, processes
+from gpulayer.runtime.accelerators.devices import Devices
 from gpulayer.runtime.environment import run_environment
 from gpulayer.runtime.found import (
     START_HINTS,
@@ -130,6 +133,7 @@ class Services:
     node_name: str
     advertise: str
     base_env: Mapping[str, str]
+    devices: Devices
     log: Json
     nofile: tuple[int, int] | None
     boot_id: str
@@ -154,6 +158,10 @@ class AttemptShell:
         self._link: ShimLink | None = None
         self._shim: ShimProcess | None = None
         """Set while a shim of this attempt may live, linked or not."""
+        self._shares: tuple[DeviceShare, ...] = ()
+        """What it holds of devices, by its order or, before that is known, by what was written down."""
+        self._lock_keeper: ShimProcess | None = None
+        """The shim that has copies of the locks of these."""
         self._settled = trio.Event()
         """Set while a link is up or the shim is known to be dead; clear while neither is certain."""
         self._settled.set()
@@ -170,6 +178,8 @@ class AttemptShell:
         self._before_adoption: list[Json] | None = None
         """What the shim of an attempt that is being found told since its hello; heard once the run is known."""
         self._unsaid: list[str] = []
+        self._greeting: Json | None = None
+        """The first hello of the link."""
         self._nursery: trio.Nursery | None = None
         self._begun = trio.Event()
 
@@ -218,8 +228,15 @@ class AttemptShell:
             text = f"processes of run {self._run.number} are still there"
             self._fail_start(effect.run, Reason(code="spawn_failed", text=text))
             return
+        self._shares = order.assignment.devices
+        refused = await self._services.devices.take(self.id, self._shares)
+        if refused is not None:
+            self._log.warning("run.refused", run=effect.run, text=refused.reason.text)
+            self._emit(StartRefused(run=effect.run, reason=refused.reason, observed=refused.observed))
+            return
         try:
             link = await self._linked_shim(order)
+            await self._share_locks(link)
             port = self._choose_port(order)
         except NoPort as error:
             self._fail_start(effect.run, error.reason)
@@ -238,6 +255,43 @@ class AttemptShell:
         self._run = _Run(number=effect.run, run_id=run_id, port=port)
         assert self._nursery is not None
         await self._nursery.start(self._launch, link, self._run, effect, order)
+
+    async def _share_locks(self, link: ShimLink) -> None:
+        """Before anything is executed: from here on the death of either side leaves the devices locked."""
+        if self._lock_keeper == link.shim or not self._shares:
+            return
+        try:
+            await link.hold(self._services.devices.shared_fds(self.id), timeout_seconds=LOG_ANSWER_SECONDS_MAX)
+        except (ShimGone, ShimSilent) as error:
+            raise SpawnFailed("shim_failed", str(error)) from error
+        self._lock_keeper = link.shim
+
+    async def _take_up_locks(self, link: ShimLink, hello: Json) -> None:
+        """A shim that was reached again: what it holds is held by us, too. Without an answer it goes on holding it."""
+        names = hello.get("held")
+        if not isinstance(names, list) or self._lock_keeper == link.shim:
+            return
+        devices = self._services.devices
+        if names:
+            devices.take_up(
+                self.id, await link.held([str(name) for name in names], timeout_seconds=LOG_ANSWER_SECONDS_MAX)
+            )
+        devices.take_again(self.id, self._shares)
+        if devices.shared_fds(self.id).keys() != set(names):
+            await link.hold(devices.shared_fds(self.id), timeout_seconds=LOG_ANSWER_SECONDS_MAX)
+        self._lock_keeper = link.shim
+
+    def share_locks_again(self) -> None:
+        """They are held through other descriptors now (devices.py, `renewed`)."""
+        self._lock_keeper = None
+        if self._nursery is not None and self._link is not None:
+            self._nursery.start_soon(self._share_locks_with, self._link)
+
+    async def _share_locks_with(self, link: ShimLink) -> None:
+        try:
+            await self._share_locks(link)
+        except SpawnFailed as error:
+            self._log.warning("shim.locks_not_shared", error=str(error))
 
     def _choose_port(self, order: Order) -> int | None:
         if not wants_port(order):
@@ -269,6 +323,7 @@ class AttemptShell:
             port=run.port,
             run_id=run.run_id,
             sandbox=str(self._directory),
+            kinds=self._services.devices.kinds(self._shares),
         )
         try:
             await link.request(
@@ -410,6 +465,8 @@ class AttemptShell:
             "stop_grace_seconds": spec.stop_grace_seconds,
             "cgroup": self._cgroup,
             "nofile": list(services.nofile) if services.nofile is not None else None,
+            # For a daemon that finds neither this one nor the shim alive: what must be locked again.
+            "devices": [{"uuid": share.uuid, "milli": share.milli} for share in self._shares],
         }
         services.sandboxes.make(self.id, self._content)
 
@@ -483,6 +540,7 @@ class AttemptShell:
             await link.close()  # which lets the follower try again
             raise
         self._link = link
+        self._greeting = hello
         self._settled.set()
         return hello
 
@@ -538,6 +596,7 @@ class AttemptShell:
                     nursery.start_soon(link.run)
                     try:
                         hello = await link.hello(timeout_seconds=pause + 1, on_reply=self._reconcile)
+                        await self._take_up_locks(link, hello)
                     except (ShimGone, ShimSilent) as error:
                         self._log.warning("shim.silent", pid=shim.pid, error=str(error))
                         await link.close()
@@ -589,10 +648,23 @@ class AttemptShell:
             self._emit(RunExited(exit=exit_of(run.number, note)))
 
     def _is_gone(self, run: _Run) -> None:
-        if not run.is_gone:
-            run.is_gone = True
-            self._release_port(run)
+        """No process is left. That is said when the driver says so, too, where it can tell."""
+        if run.is_gone:
+            return
+        run.is_gone = True
+        self._release_port(run)
+        if not self._services.devices.can_tell(self._shares):
             self._emit(TreeGone(run=run.number))
+            return
+        assert self._nursery is not None
+        self._nursery.start_soon(self._confirm_clear, run)
+
+    async def _confirm_clear(self, run: _Run) -> None:
+        def tell(text: str) -> None:
+            self._emit(DevicesNotClear(run=run.number, text=text))
+
+        await self._services.devices.wait_clear(self._shares, tell)
+        self._emit(TreeGone(run=run.number))
 
     def _reconcile(self, hello: Json) -> None:
         """What was not heard while there was no connection."""
@@ -673,6 +745,7 @@ class AttemptShell:
         await self._begun.wait()
         self._content = disk.content
         self._cgroup = disk.cgroup
+        await self._adopt_locks(disk, found)
         if found is None:
             self._hear_what_was_told()
             return
@@ -698,6 +771,19 @@ class AttemptShell:
         else:
             self._watch_port(self._run, fresh=False)
             self._hear_what_was_told()
+
+    async def _adopt_locks(self, disk: OnDisk, found: FoundRun | None) -> None:
+        # The order knows, too, what an earlier version did not write down.
+        self._shares = disk.devices or self._services.devices.assigned(self.id)
+        link = self._link
+        if link is not None and self._greeting is not None:
+            try:
+                await self._take_up_locks(link, self._greeting)
+            except (ShimGone, ShimSilent) as error:
+                # It keeps them as long as it lives; its follower finds out whether it does.
+                self._log.warning("shim.locks_not_taken_up", error=str(error))
+        elif self._shim is None and found is not None and not found.gone:
+            self._services.devices.take_again(self.id, self._shares)
 
     def _hear_what_was_told(self) -> None:
         told, self._before_adoption = self._before_adoption or [], None
@@ -748,6 +834,8 @@ class AttemptShell:
             self._log.warning("note.not_written", text=text, error=str(error))
 
     async def _discard(self) -> None:
+        # The shim's copies go with it, at its end below.
+        self._services.devices.release(self.id)
         link = await self._living_link()
         if link is not None:
             await self._quit(link)

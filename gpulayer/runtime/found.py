@@ -18,7 +18,8 @@ from gpulayer.core.replica.messages import (
     Order,
 )
 from gpulayer.model.ids import AttemptId
-from gpulayer.model.replica import Exit, Reason
+from gpulayer.model.replica import DeviceShare, Exit, Reason
+from gpulayer.model.units import MILLI
 from gpulayer.runtime.processes import Leftovers
 from gpulayer.runtime.shim_link import (
     ShimProcess,
@@ -31,7 +32,7 @@ Json: TypeAlias = dict[str, Any]
 # What can keep a run from being executed, by code, and what to do about it.
 START_HINTS = {
     "bad_command": "check the words after --, and that the program is on this node; a name without / is looked up in "
-    "the PATH of the job, which is the daemon's unless --env PATH=… gives another",
+    "the PATH of the job, which is the daemon's unless --env PATH gives yours; --workdir says where a path counts from",
     "bad_workdir": "check --workdir on this node; without it the run starts in its sandbox",
     "disk_full": "make room on the disk of the data directory",
     "timeout": "raise --timeout if it needs longer",
@@ -61,6 +62,19 @@ class OnDisk:
             pid=_whole(last.marker.get("pid")),
             start_time=_whole(last.marker.get("start_time")),
             cgroup=self.cgroup,
+        )
+
+    @property
+    def devices(self) -> tuple[DeviceShare, ...]:
+        """What it was given of devices, as far as that can be read."""
+        listed = self.content.get("devices")
+        return tuple(
+            DeviceShare(uuid=each["uuid"], milli=each["milli"])
+            for each in (listed if isinstance(listed, list) else ())
+            if isinstance(each, dict)
+            and isinstance(each.get("uuid"), str)
+            and isinstance(each.get("milli"), int)
+            and 0 < each["milli"] <= MILLI
         )
 
     @property

@@ -36,6 +36,8 @@ _MACHINE_ID_PATHS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 HOLDER_LOOKS, HOLDER_LOOK_SECONDS = 20, 0.01
 # What an earlier start may have left behind without having made a node: it is safe to begin anew beside these.
 _HARMLESS = ("lock", "epoch", "node.json")
+# Not the state of the node that is given up: runs of others (private_dirs.py), and what excludes them from our devices.
+_NOT_ABANDONED = ("lock", "local", "devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +229,9 @@ def _refuse_remains(where: Path) -> None:
 
 def _abandoned(where: Path) -> tuple[str, ...]:
     moved = [
-        entry for entry in sorted(where.iterdir()) if entry.name != "lock" and not entry.name.startswith("abandoned-")
+        entry
+        for entry in sorted(where.iterdir())
+        if entry.name not in _NOT_ABANDONED and not entry.name.startswith("abandoned-")
     ]
     if not moved:
         return ()
@@ -244,6 +248,16 @@ def _abandoned(where: Path) -> tuple[str, ...]:
     _sync_directory(target)
     _sync_directory(where)
     return (f"what was in data directory {where} was moved to {target}",)
+
+
+def known_node_id(path: Path) -> NodeId | None:
+    """Whose data directory it is; None where no node was made in it yet. StorageFailed."""
+    try:
+        record = _read_json(path / "node.json")
+    except OSError as exc:
+        _cannot("use data directory", path, exc)
+    found = record.get("node_id") if record is not None else None
+    return NodeId(found) if isinstance(found, str) and found else None
 
 
 def check_cluster(data: DataDir, cluster_id: str) -> None:

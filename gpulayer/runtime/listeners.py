@@ -21,10 +21,12 @@ from functools import lru_cache
 import structlog
 import trio
 
+from gpulayer.core.replica import traps
 from gpulayer.core.replica.messages import AttemptEvent, ListenerFound, ListenerMissing
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.replica import Endpoint, Reason
 from gpulayer.shim import tree
+from gpulayer.shim.tree import ProcessStat
 
 log = structlog.get_logger()
 
@@ -36,6 +38,8 @@ FIRST_CHECKS_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 CONNECT_SECONDS_MAX = 1.0
 # How often a new socket is looked up in a tree before it is taken for a stranger's: the tree may have forked meanwhile.
 LOOKS_MAX = 3
+# So long must nothing but a shell be alive of a run before that is said: a script runs one program after the other.
+ONLY_SHELL_SECONDS = 1.0
 
 _SOCK_DIAG_BY_FAMILY = 20
 _NETLINK_SOCK_DIAG = 4
@@ -235,6 +239,55 @@ async def refusal(address: str, port: int) -> str:
     return ""
 
 
+# --- what is alive ----------------------------------------------------------------------------------------------
+
+
+def _only_shell(watched: _Watched) -> traps.OnlyShell | None:
+    """Whether nothing but a shell, and what it waits for, has been alive of the run for a while."""
+    found = traps.only_shell(_commands(watched)) if watched.may_be_shell else None
+    if found is None:
+        watched.only_shell_since = None
+        return None
+    now = trio.current_time()
+    if watched.only_shell_since is None:
+        watched.only_shell_since = now
+    return found if now - watched.only_shell_since >= ONLY_SHELL_SECONDS else None
+
+
+def _commands(watched: _Watched) -> list[list[str]]:
+    """Of the living processes, the first one first; none where that one is no shell."""
+    commands: list[list[str]] = []
+    for pid in dict.fromkeys(watched.tree()):
+        stat = tree.process_stat(pid)
+        if stat is None or stat.is_zombie:
+            continue
+        commands.append(_arguments(pid))
+        if len(commands) == 1 and not traps.is_shell(commands[0]):
+            # Early on it may still be `env`, or another that only starts a shell.
+            watched.may_be_shell = bool(watched.first_checks)
+            return []
+    return commands
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            raw = file.read()
+    except OSError:
+        return []
+    return [each.decode("utf-8", "replace") for each in raw.split(b"\0")[:-1]]
+
+
+def _ended(listener: ProcessStat | None) -> str:
+    """What is said behind `nothing listens on …` of who did; empty if it is still there, or nobody did."""
+    if listener is None:
+        return ""
+    now = tree.process_stat(listener.pid)
+    if now is not None and now.start_time == listener.start_time and not now.is_zombie:
+        return ""
+    return f": pid {listener.pid} ({listener.comm}), which did, has ended"
+
+
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +305,11 @@ class _Watched:
     is_settling: bool = False
     looks: dict[int, int] = field(default_factory=dict)
     """Sockets that were not this tree's, and how often they were looked up."""
+    listener: ProcessStat | None = None
+    """Who held the socket that was found last."""
+    may_be_shell: bool = True
+    """Its first process is a shell, or was not looked at. What is none will not become one."""
+    only_shell_since: float | None = None
 
 
 class ListenerChecks:
@@ -361,6 +419,7 @@ class ListenerChecks:
             refused = await refusal(self._advertise, watched.port)
             if not refused:
                 watched.found_inode = ours[0].inode
+                watched.listener = tree.process_stat(owned[ours[0].inode])
                 return None
             return Reason(
                 code="not_listening",
@@ -400,14 +459,31 @@ class ListenerChecks:
             )
         if others:
             where = ", ".join(sorted({str(each) for each in others})[:4])
+            trap = traps.fixed_port(_arguments(owned[others[0].inode]), others[0].port)
             return Reason(
                 code="listens_elsewhere",
                 text=f"listens on {where} instead of $PORT {watched.port}",
-                hint="let it listen on $PORT, e.g. --port $PORT in a shell command, or submit it with --no-port",
+                hint=str(
+                    trap or "let it listen on $PORT, e.g. --port $PORT in a shell command, or submit it with --no-port"
+                ),
             )
+        return self._nowhere(watched)
+
+    def _nowhere(self, watched: _Watched) -> Reason:
+        endpoint, left = self._endpoint(watched), _only_shell(watched)
+        ended = _ended(watched.listener)
+        if left is not None and (ended or left.has_background):
+            return Reason(
+                code="only_shell_left",
+                text=f"nothing listens on {endpoint}{ended}; what is left of it: {left.names}",
+                hint="the program has ended, and its shell hides that by waiting for something else: start it last, "
+                "without &, and with exec",
+            )
+        if ended:
+            return Reason(code="not_listening", text=f"nothing listens on {endpoint} any more{ended}")
         return Reason(
             code="not_listening",
-            text=f"nothing listens on {self._endpoint(watched)} yet",
+            text=f"nothing listens on {endpoint} yet" + (f"; what runs of it: {left.names}" if left else ""),
             hint="a service must listen on $HOST and $PORT; submit it with --no-port if it does not listen at all",
         )
 

@@ -14,7 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,9 @@ HELLO_SECONDS_MAX = 5.0
 SPAWN_SECONDS_MAX = 25.0
 SPAWNER_END_SECONDS_MAX = 2.0
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# The shim's bound for one message is 64 (shim/channel.py).
+FDS_MAX = 48
+_RIGHTS_BYTES = socket.CMSG_SPACE(FDS_MAX * 4)
 
 
 class ShimGone(Exception):
@@ -157,6 +160,8 @@ class ShimLink:
         self._on_event = on_event
         self._next_id = 0
         self._waiting: dict[int, Callable[[Json], None]] = {}
+        self._received_fds: list[int] = []
+        """Descriptors that came along with an answer (SCM_RIGHTS), until whoever asked has taken them."""
         self._send_lock = trio.Lock()
         self._greeted = False
         self.ended = trio.Event()
@@ -195,7 +200,7 @@ class ShimLink:
         """Returns when the shim has closed the connection, or was closed to for talking nonsense."""
         received = bytearray()
         try:
-            while part := await self._stream.receive_some(READ_BYTES):
+            while part := await self._receive():
                 received += part
                 if b"\n" not in part:
                     if len(received) > LINE_BYTES_MAX:
@@ -205,10 +210,47 @@ class ShimLink:
                 for line in lines:
                     if not self._take(line):
                         return
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except (OSError, trio.ClosedResourceError):
             return
         finally:
             await self.close()
+
+    async def _receive(self) -> bytes:
+        part, ancillary, _, _ = await self._stream.socket.recvmsg(READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._received_fds += struct.unpack(f"{len(content) // 4}i", content[: len(content) // 4 * 4])
+        return part
+
+    async def hold(self, fds: Mapping[str, int], *, timeout_seconds: float) -> None:
+        """The shim keeps these open, by name, as long as it lives: what is locked through them outlives us."""
+        for names in _batches(list(fds)):
+            reply = await self.request(
+                "hold", timeout_seconds=timeout_seconds, fds=[fds[name] for name in names], names=names
+            )
+            if reply.get("ok") is not True:
+                raise ShimSilent(f"shim {self.shim.pid} does not hold {', '.join(names)}: {reply.get('error')}")
+
+    async def held(self, names: Iterable[str], *, timeout_seconds: float) -> dict[str, int]:
+        """Copies of those of the named descriptors that the shim holds. The caller closes them."""
+        found: dict[str, int] = {}
+        taken: list[int] = []
+
+        def take(reply: Json) -> None:  # in the reader's step, before another answer can bring others
+            taken[:], self._received_fds = self._received_fds, []
+
+        try:
+            for batch in _batches(list(names)):
+                reply = await self.request("held", timeout_seconds=timeout_seconds, on_reply=take, names=batch)
+                given = reply.get("names")
+                if not isinstance(given, list) or len(given) != len(taken):
+                    raise ShimSilent(f"shim {self.shim.pid} does not give what it holds: {str(reply)[:200]}")
+                found |= {str(name): fd for name, fd in zip(given, taken, strict=True)}
+                taken.clear()
+        except BaseException:
+            _close_all([*found.values(), *taken])
+            raise
+        return found
 
     async def request(
         self,
@@ -219,11 +261,13 @@ class ShimLink:
         on_reply: Callable[[Json], None] | None = None,
         slow_seconds: float = float("inf"),
         on_slow: Callable[[], Awaitable[None]] | None = None,
+        fds: Sequence[int] = (),
         **fields: Any,
     ) -> Json:
         """The reply. `on_reply` is called with it before any later event is heard. ShimGone, ShimSilent.
 
         `on_slow`: awaited when there is no reply after `slow_seconds`; then the reply is waited for again.
+        `fds` travel along with the first byte of it.
         """
         if self.ended.is_set() or len(self._waiting) >= REQUESTS_WAITING_MAX:
             raise ShimGone(f"no link to shim {self.shim.pid}")
@@ -243,6 +287,9 @@ class ShimLink:
             with trio.fail_after(timeout_seconds):
                 async with self._send_lock:
                     line = json.dumps({"id": number, "op": op, **fields}, separators=(",", ":")).encode() + b"\n"
+                    if fds:
+                        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
+                        line = line[await self._stream.socket.sendmsg([line], [rights]) :]
                     await self._stream.send_all(line)
                 if on_sent is not None:
                     on_sent()
@@ -254,7 +301,7 @@ class ShimLink:
                 await answered.wait()
         except trio.TooSlowError:
             raise ShimSilent(f"shim {self.shim.pid} did not answer {op!r} within {timeout_seconds:g} s") from None
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ShimGone(f"shim {self.shim.pid} closed the connection") from error
         finally:
             self._waiting.pop(number, None)
@@ -279,6 +326,8 @@ class ShimLink:
         waiting, self._waiting = self._waiting, {}
         for take in waiting.values():
             take({})
+        _close_all(self._received_fds)
+        self._received_fds = []
         with trio.CancelScope(shield=True):  # does not wait: aclose() of a socket is a checkpoint and no more
             await self._stream.aclose()
 
@@ -295,11 +344,23 @@ class ShimLink:
         return True
 
 
+def _batches(names: list[str]) -> list[list[str]]:
+    return [names[start : start + FDS_MAX] for start in range(0, len(names), FDS_MAX)]
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 class Spawner:
     """The process that forks shims; made when the first is asked for, and again when it has died."""
 
-    def __init__(self, nofile: tuple[int, int] | None = None) -> None:
+    def __init__(self, nofile: tuple[int, int] | None = None, *, tethered: bool = False) -> None:
+        """`tethered`: the shims end, and their runs before them, when this process does, however it ends."""
         self._nofile = nofile
+        # Nobody else has its other end, and nothing is ever written into it.
+        self._tether = os.pipe2(os.O_CLOEXEC) if tethered else None
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: trio.socket.SocketType | None = None
         self._lock = trio.Lock()
@@ -324,8 +385,7 @@ class Spawner:
         if self._process is not None and self._process.poll() is not None:
             log.warning("spawner.died", pid=self._process.pid, returncode=self._process.returncode)
             self.close()
-        if self._socket is None:
-            self._start()
+        self.start()
         connection = self._socket
         assert connection is not None
         try:
@@ -345,13 +405,20 @@ class Spawner:
             raise
         return decoded if isinstance(decoded, dict) else {}
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Unless it is there; so that the first shim need not wait for it."""
+        if self._socket is not None:
+            return
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = Path(gpulayer.__file__).parent / "shim" / "__main__.py"
+        passed, words = [its.fileno()], ["--fd", str(its.fileno()), "--version", gpulayer.__version__]
+        if self._tether is not None:
+            passed.append(self._tether[0])
+            words += ["--tether", str(self._tether[0])]
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(main), "--fd", str(its.fileno()), "--version", gpulayer.__version__],
-                pass_fds=[its.fileno()],
+                [sys.executable, "-I", "-S", str(main), *words],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # Its own, so that a reader of the daemon's output sees the end when the daemon ends.

@@ -28,6 +28,7 @@ from gpulayer.core.replica.messages import (
 )
 from gpulayer.model.ids import AttemptId, NodeId
 from gpulayer.runtime import cgroups, processes
+from gpulayer.runtime.accelerators.devices import Devices
 from gpulayer.runtime.attempt_shell import AttemptShell, Services
 from gpulayer.runtime.found import (
     OnDisk,
@@ -79,22 +80,26 @@ class Supervisor:
         log_keep: int = 3,
         cgroups: cgroups.CgroupMode = "auto",
         base_env: Mapping[str, str],
+        devices: Devices,
         ports: tuple[int, int] = (20000, 29999),
         rng: Random | None = None,
         nofile: tuple[int, int] | None = None,
         wanted: Callable[[], Container[AttemptId]] = frozenset,
+        tethered: bool = False,
     ) -> None:
         """`ports`: first and last. `nofile`: the limit of open files that runs get, if the daemon raised its own.
-        `wanted`: the attempts in the orders, whose sandboxes are never pruned."""
+        `wanted`: the attempts in the orders, whose sandboxes are never pruned. `tethered`: shims and replicas end with
+        this process, however it ends."""
         self._emit = emit
         self._held: list[AttemptEvent] | None = None
         self._cgroup_mode = cgroups
         self._wanted = wanted
+        self._is_tethered = tethered
         self._cgroups_unavailable = ""
         checks = ListenerChecks(advertise=advertise, emit=self._tell)
         self._services = Services(
             sandboxes=Sandboxes(data_dir.absolute()),
-            spawner=Spawner(nofile),
+            spawner=Spawner(nofile, tethered=tethered),
             ports=Ports(address=advertise, rng=rng or Random(), ports=range(ports[0], ports[1] + 1)),
             checks=checks,
             emit=lambda attempt, event: self._tell(AttemptEvent(attempt=attempt, event=event)),
@@ -102,10 +107,12 @@ class Supervisor:
             node_name=node_name,
             advertise=advertise,
             base_env=dict(base_env),
+            devices=devices,
             log={"max_bytes": log_max_bytes, "keep": log_keep},
             nofile=nofile,
             boot_id=boot_id(),
         )
+        devices.renewed = self._share_locks_again
         self._attempts: dict[AttemptId, AttemptShell] = {}
         self._forgotten = trio.lowlevel.ParkingLot()
         self._nursery: trio.Nursery | None = None
@@ -115,6 +122,9 @@ class Supervisor:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled; then the links are closed, and shims and replicas go on."""
         self._prepare_cgroups()
+        if self._is_tethered:
+            # Made for a job that comes in a moment, and that somebody waits for.
+            self._services.spawner.start()
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -140,7 +150,7 @@ class Supervisor:
     def warnings(self) -> tuple[str, ...]:
         """What the operator should know, in a sentence each."""
         if self._cgroups_unavailable and self._cgroup_mode != "off":
-            return (f"replicas run without cgroups: {self._cgroups_unavailable}",)
+            return (f"replicas run without cgroups, and are supervised by descent: {self._cgroups_unavailable}",)
         return ()
 
     def sandbox_path(self, attempt: AttemptId) -> Path:
@@ -287,6 +297,10 @@ class Supervisor:
         """Until no attempt is left here: each was discarded, and its shim has been let go. The caller bounds it."""
         while self._attempts:
             await self._forgotten.park()
+
+    def _share_locks_again(self, attempt: AttemptId) -> None:
+        if attempt in self._attempts:
+            self._attempts[attempt].share_locks_again()
 
     def _tell(self, event: AttemptEvent) -> None:
         if self._held is None:

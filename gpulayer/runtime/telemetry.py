@@ -11,8 +11,9 @@ import sys
 import structlog
 
 
-def configure_logs(log_format: str) -> None:
-    """`text`, `json`, or `auto`: text on a terminal and in the journal alike."""
+def configure_logs(log_format: str, *, least: int = logging.INFO) -> None:
+    """`text`, `json`, or `auto`: text on a terminal and in the journal alike. `least`: the lowest level that is
+    logged."""
     renderer: structlog.typing.Processor
     if log_format == "json":
         renderer = structlog.processors.JSONRenderer()
@@ -26,7 +27,7 @@ def configure_logs(log_format: str) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

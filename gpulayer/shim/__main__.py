@@ -1,4 +1,5 @@
-"""`python -I -S …/gpulayer/shim/__main__.py --fd N [--version V]`: the spawner, on one end of a SOCK_SEQPACKET pair.
+"""`python -I -S …/gpulayer/shim/__main__.py --fd N [--version V] [--tether N]`: the spawner, on one end of a
+SOCK_SEQPACKET pair.
 
 Started with -I -S, so that it takes milliseconds and nothing from the user's environment; hence it finds its own
 package by the place of this file.
@@ -11,14 +12,17 @@ import sys
 def main(arguments: list[str]) -> int:
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))
     if not options.get("--fd", "").isdigit() or len(arguments) % 2:
-        sys.stderr.write("usage: __main__.py --fd N [--version V]\nThe daemon starts this; it is of no use by hand.\n")
+        sys.stderr.write(
+            "usage: __main__.py --fd N [--version V] [--tether N]\nThe daemon starts this; it is of no use by hand.\n"
+        )
         return 2
     package_home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if package_home not in sys.path:
         sys.path.insert(0, package_home)
     from gpulayer.shim import spawner
 
-    spawner.serve(int(options["--fd"]), version=options.get("--version") or _package_version())
+    version = options.get("--version") or _package_version()
+    spawner.serve(int(options["--fd"]), version=version, tether_fd=int(options.get("--tether", "-1")))
     return 0
 
 

@@ -132,7 +132,7 @@ def explain(command: Command, report: Report) -> tuple[str, str]:
 def _explain_exec(command: Command, path: str, error: int) -> str:
     name = command.argv[0]
     if not path:
-        return f"command {name!r} was not found in PATH"
+        return f"command {name!r} was not found in PATH{_instead_of(name)}"
     seen_from_cwd = os.path.join(command.cwd, path)
     try:
         status = os.stat(seen_from_cwd)
@@ -143,28 +143,63 @@ def _explain_exec(command: Command, path: str, error: int) -> str:
         return f"command {path!r} is a directory, not a program"
     if error == errno.ENOENT:
         interpreter = _interpreter(seen_from_cwd)
+        if _first_line(seen_from_cwd).endswith(b"\r\n"):
+            return (
+                f"command {path!r} has Windows line ends, so that its interpreter {interpreter} is not found: "
+                f"sed -i 's/\\r$//' {tree.printable(path)}"
+            )
         if interpreter:
-            return f"command {path!r} begins with #!{interpreter}, and there is no such interpreter"
+            gone = " (is its environment moved, or gone?)" if "/bin/python" in interpreter else ""
+            return f"command {path!r} begins with #!{interpreter}, and there is no such interpreter{gone}"
         return f"command {path!r} needs a loader that is not on this host (built for another system?)"
     if error == errno.EACCES:
         if not status.st_mode & 0o111:
-            return f"command {path!r} is not executable (mode {stat.S_IMODE(status.st_mode):04o}): chmod +x it"
+            read_by = _interpreter(seen_from_cwd) or _READ_BY.get(os.path.splitext(path)[1], "")
+            also = f", or write {read_by} {tree.printable(path)}" if read_by else ""
+            return f"command {path!r} is not executable (mode {stat.S_IMODE(status.st_mode):04o}): chmod +x it{also}"
         interpreter = _interpreter(seen_from_cwd)
         also = f", or its interpreter {interpreter} may not" if interpreter else ""
         return f"command {path!r} may not be executed{also}: permission denied, or on a file system mounted noexec"
+    if error == errno.ENOEXEC and not _is_text(_first_line(seen_from_cwd)):
+        return f"command {path!r} is not a program for this host: built for another architecture?"
     if error == errno.ENOEXEC:
-        return f"command {path!r} is not a program for this host: no #! line, or built for another architecture"
+        read_by = _READ_BY.get(os.path.splitext(path)[1], "sh")
+        written = f"{read_by} {tree.printable(path)}"
+        return f"command {path!r} has no #! line, so that only a shell would run it: write {written}"
     if error == errno.E2BIG:
         return f"command {path!r}: its arguments and environment are too long for this host"
     return f"cannot execute {path!r}: {os.strerror(error)}"
 
 
-def _interpreter(path: str) -> str:
+# What a file without a #! line is mostly meant for.
+_READ_BY = {".py": "python", ".sh": "sh"}
+_OF_A_SHELL = frozenset(("cd", "source", ".", "export", "set", "unset", "alias", "ulimit", "umask", "eval", "trap"))
+
+
+def _instead_of(name: str) -> str:
+    """What is said of a word that is found in no PATH at all."""
+    if any(char.isspace() for char in name):
+        return ": it is one word with a blank in it; give each word by itself, or have a shell read it: sh -c '…'"
+    if "=" in name:
+        return ": no shell reads the command, so that it sets no variable; --env does"
+    return ": it is a word of the shell; write sh -c '…'" if name in _OF_A_SHELL else ""
+
+
+def _first_line(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            first_line = file.readline(256)
+            return file.readline(256)
     except OSError:
-        return ""
+        return b""
+
+
+def _is_text(line: bytes) -> bool:
+    text = line.decode("utf-8", "replace").strip()
+    return tree.printable(text) == text
+
+
+def _interpreter(path: str) -> str:
+    first_line = _first_line(path)
     words = first_line[2:].split() if first_line.startswith(b"#!") else []
     # It stands in reasons and log lines, which are one line of text each; a script may hold any byte.
     return tree.printable(words[0].decode("utf-8", "replace")) if words else ""

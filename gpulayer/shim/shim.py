@@ -5,6 +5,9 @@ decides nothing about restarts or ports: that is the daemon's, which may be kill
 must happen without a daemon is here: reading the pipes, noting exits, the attempt's timeout, the end of a stop that
 was begun.
 
+A shim with a tether (a pipe whose other end the daemon has open as long as it lives) does not outlive its daemon: at
+the end of that it stops its run and ends, too. That is for `submit --target local`, where nobody comes back.
+
 Whether the tree is gone is not a guess: the shim is a child subreaper, so every orphan of the tree becomes its
 child, and as long as any process of the tree lives the shim has a child. No child left (and an empty cgroup) is the
 proof.
@@ -81,14 +84,14 @@ class Run:
         self.has_exited = False
 
 
-def serve(directory: str, ready_fd: int, *, version: str, nofile: tuple[int, int] | None) -> None:
+def serve(directory: str, ready_fd: int, *, version: str, nofile: tuple[int, int] | None, tether_fd: int = -1) -> None:
     """The life of a shim, in a fresh process. Says on ready_fd, in one JSON object, that it listens or why it does
     not."""
     lock_fd = -1
     try:
         directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         lock_fd = _lock(directory_fd)
-        shim = Shim(directory, directory_fd, lock_fd, version=version, nofile=nofile)
+        shim = Shim(directory, directory_fd, lock_fd, version=version, nofile=nofile, tether_fd=tether_fd)
     except (AlreadyRunning, BadAttempt, OSError) as error:
         if lock_fd >= 0:
             os.close(lock_fd)  # before the answer: whoever has it may try again
@@ -103,7 +106,14 @@ def serve(directory: str, ready_fd: int, *, version: str, nofile: tuple[int, int
 
 class Shim:
     def __init__(
-        self, directory: str, directory_fd: int, lock_fd: int, *, version: str, nofile: tuple[int, int] | None
+        self,
+        directory: str,
+        directory_fd: int,
+        lock_fd: int,
+        *,
+        version: str,
+        nofile: tuple[int, int] | None,
+        tether_fd: int = -1,
     ) -> None:
         self._version = version
         self._pid = os.getpid()
@@ -111,6 +121,8 @@ class Shim:
         self._lock_fd = lock_fd
         self._attempt = requests.read_attempt(self._directory_fd, directory)
         self._nofile = self._attempt.nofile or nofile
+        self._tether_fd = tether_fd
+        """-1: it has none, or that has ended."""
         self._runs_fd = self._open_directory("runs")
         self._log = LogWriter(
             self._open_directory("logs"), max_bytes=self._attempt.log_max_bytes, keep=self._attempt.log_keep
@@ -149,8 +161,9 @@ class Shim:
         self._timer_fd = _LIBC.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._timer_fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create: " + os.strerror(ctypes.get_errno()))
-        for fd in (self._wakeup_fd, self._timer_fd):
-            self._epoll.register(fd, select.EPOLLIN)
+        for fd in (self._wakeup_fd, self._timer_fd, self._tether_fd):
+            if fd >= 0:
+                self._epoll.register(fd, select.EPOLLIN)
         self._channel = Channel(listen(self._directory_fd), self._epoll, self._answer)
         self._publish()
 
@@ -176,6 +189,10 @@ class Shim:
                 pass  # removed with the sandbox, or by hand
         if self._attempt.cgroup is not None:
             tree.remove_cgroup(self._attempt.cgroup)
+            try:
+                os.rmdir(os.path.dirname(self._attempt.cgroup))  # the daemon's, which may be dead for good
+            except OSError:
+                pass  # others are in it
         os.close(self._lock_fd)
         self._lock_fd = -1
 
@@ -195,6 +212,8 @@ class Shim:
                 self._read_report(self._run)
             elif fd == self._timer_fd:
                 self._timer_rang()
+            elif fd == self._tether_fd:
+                self._tether_ended()
         if child_changed:
             self._look_after_children()
         now = time.monotonic()
@@ -217,16 +236,26 @@ class Shim:
 
     def _take_signals(self) -> bool:
         numbers = set(os.read(self._wakeup_fd, 4096))
-        if numbers & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} and not self._terminating:
-            self._terminating = True
-            self._log.note(log_format.SUPERVISOR, self._last_run, "the supervisor was told to end: stopping the run")
-            self._stop(
-                "shim_terminated", self._attempt.stop_signal, self._attempt.stop_grace_seconds, "shim_terminated"
-            )
-            self._leaving = self._is_tree_gone()
+        if numbers & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+            self._terminate("the supervisor was told to end")
         if LISTEN_AGAIN in numbers:
             self._listen_again()
         return signal.SIGCHLD in numbers
+
+    def _tether_ended(self) -> None:
+        self._epoll.unregister(self._tether_fd)
+        os.close(self._tether_fd)
+        self._tether_fd = -1
+        self._terminate("the daemon that it belongs to has ended")
+
+    def _terminate(self, why: str) -> None:
+        """Stops the run as its job says, and ends when nothing of it is left."""
+        if self._terminating:
+            return
+        self._terminating = True
+        self._log.note(log_format.SUPERVISOR, self._last_run, f"{why}: stopping the run")
+        self._stop("shim_terminated", self._attempt.stop_signal, self._attempt.stop_grace_seconds, "shim_terminated")
+        self._leaving = self._is_tree_gone()
 
     def _listen_again(self) -> None:
         """The daemon knows that we live and does not reach us: someone removed the socket or shim.json by hand."""
@@ -258,7 +287,8 @@ class Shim:
                 case "hold":
                     return self._hold(connection, request)
                 case "held":
-                    names = sorted(self._held)
+                    named = requests.names(request) if "names" in request else sorted(self._held)
+                    names = [name for name in named if name in self._held]
                     answer = {"ok": True, "names": names}
                     fds = [self._held[name] for name in names]
                     self._channel.reply_with_fds(connection, request.get("id"), answer, fds)

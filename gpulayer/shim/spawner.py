@@ -9,7 +9,7 @@ again: an upgrade may replace them while it runs.
     "errno"}}
 
 One JSON object per SEQPACKET message, answered in order; any `id` comes back. It ends when the daemon's end of the
-pair is closed; the shims go on.
+pair is closed; the shims go on, unless they were given a tether (shim.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import select
 import signal
 import socket
 import time
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from gpulayer.shim import shim
 from gpulayer.shim.channel import failure
@@ -37,11 +37,23 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def serve(fd: int, *, version: str) -> None:
-    """Answers requests until the daemon's end is closed."""
+class _Wanted(NamedTuple):
+    """A shim that is to be made."""
+
+    directory: str
+    version: str
+    nofile: tuple[int, int] | None
+    tether_fd: int
+    """-1: it has none."""
+
+
+def serve(fd: int, *, version: str, tether_fd: int = -1) -> None:
+    """Answers requests until the daemon's end is closed. Every shim keeps a copy of `tether_fd`, if there is one."""
     _set_name(b"gpulayer-spawn")
     daemon = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
+    if tether_fd >= 0:
+        os.set_inheritable(tether_fd, False)
     daemon.setblocking(True)
     _leave_terminal()
     # What is there now is there for good: no collector should touch, and so copy, these pages in a shim. (Not collected
@@ -56,7 +68,7 @@ def serve(fd: int, *, version: str) -> None:
         if not message or _is_closed(daemon):
             return
         try:
-            daemon.send(json.dumps(_answer(message, version)).encode())
+            daemon.send(json.dumps(_answer(message, version, tether_fd)).encode())
         except OSError:
             return  # the daemon is gone; its successor finds the shim by its directory
 
@@ -68,17 +80,17 @@ def _is_closed(daemon: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _answer(message: bytes, version: str) -> Json:
+def _answer(message: bytes, version: str, tether_fd: int) -> Json:
     try:
         request = json.loads(message)
     except (ValueError, RecursionError):
         return failure("bad_request", "not a JSON object")
     if not isinstance(request, dict):
         return failure("bad_request", "not a JSON object")
-    return {"id": request.get("id"), **_spawn_on_request(request, version)}
+    return {"id": request.get("id"), **_spawn_on_request(request, version, tether_fd)}
 
 
-def _spawn_on_request(request: Json, version: str) -> Json:
+def _spawn_on_request(request: Json, version: str, tether_fd: int) -> Json:
     directory, nofile = request.get("dir"), request.get("nofile")
     if request.get("op") != "spawn":
         return failure("unknown_op", f"the spawner does not know {request.get('op')!r:.100}")
@@ -89,18 +101,19 @@ def _spawn_on_request(request: Json, version: str) -> Json:
     ):
         return failure("bad_request", "nofile must be [soft, hard]")
     try:
-        return _spawn(directory, version, None if nofile is None else (nofile[0], nofile[1]))
+        limits = None if nofile is None else (nofile[0], nofile[1])
+        return _spawn(_Wanted(directory, version, limits, tether_fd))
     except OSError as error:
         return failure("spawn_failed", f"cannot fork a shim: {error.strerror}", error.errno)
 
 
-def _spawn(directory: str, version: str, nofile: tuple[int, int] | None) -> Json:
+def _spawn(wanted: _Wanted) -> Json:
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
     try:
         # Twice, so that the shim is a child of init (or of whoever reaps for it) and not of a daemon that may go away.
         between = os.fork()
         if between == 0:
-            _fork_shim(directory, ready_write, version, nofile)
+            _fork_shim(wanted, ready_write)
     except BaseException:
         os.close(ready_read)
         raise
@@ -129,44 +142,44 @@ def _wait_until_ready(ready_fd: int) -> Json:
     return answer
 
 
-def _fork_shim(directory: str, ready_fd: int, version: str, nofile: tuple[int, int] | None) -> NoReturn:
+def _fork_shim(wanted: _Wanted, ready_fd: int) -> NoReturn:
     try:
         if os.fork() == 0:
-            _become_shim(directory, ready_fd, version, nofile)
+            _become_shim(wanted, ready_fd)
     except OSError as error:
         os.write(ready_fd, json.dumps(failure("spawn_failed", "cannot fork a shim", error.errno)).encode() + b"\n")
     finally:
         os._exit(0)
 
 
-def _become_shim(directory: str, ready_fd: int, version: str, nofile: tuple[int, int] | None) -> NoReturn:
+def _become_shim(wanted: _Wanted, ready_fd: int) -> NoReturn:
     try:
         os.setsid()
         gc.enable()
         _set_name(b"gpulayer-shim")
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        _keep_only(ready_fd)
+        _keep_only(ready_fd, wanted.tether_fd)
         os.umask(0o077)
         os.chdir("/")  # not the sandbox: it may be removed
         _prefer_to_live()
-        shim.serve(directory, ready_fd, version=version, nofile=nofile)
+        shim.serve(wanted.directory, ready_fd, version=wanted.version, nofile=wanted.nofile, tether_fd=wanted.tether_fd)
     except BaseException as error:  # noqa: BLE001
-        _leave_trace(directory, error)
+        _leave_trace(wanted.directory, error)
         os._exit(1)
     finally:
         os._exit(0)
 
 
-def _keep_only(ready_fd: int) -> None:
+def _keep_only(*kept: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        if fd != ready_fd:
+        if fd not in kept:
             try:
                 os.close(fd)
             except OSError:
                 pass  # the listing's own
-    # In order, so that they get 0, 1 and 2: nothing that is opened later may be taken for them. (ready_fd is above 2,
-    # since the spawner has all three.)
+    # In order, so that they get 0, 1 and 2: nothing that is opened later may be taken for them. (What is kept is above
+    # 2, since the spawner has all three.)
     for flags in (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY):
         os.set_inheritable(os.open("/dev/null", flags), True)  # 0 is the run's, too
 

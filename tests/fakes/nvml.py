@@ -20,10 +20,10 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -59,6 +59,15 @@ def built(variant: Variant = "full") -> Path:
     old = ["-DOLD"] if variant == "old" else []
     subprocess.run([compiler, *old, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)], check=True, timeout=60)
     return library
+
+
+@pytest.fixture(autouse=True)
+def locks_of_fakes() -> Iterator[None]:
+    """For whoever imports it: no lock file of a fake device stays. On a host with eight GPUs they are nothing, but here
+    every test makes new ones."""
+    yield
+    while FakeNvml.made:
+        FakeNvml.made.pop().remove_locks()
 
 
 def new_uuid(prefix: str = "GPU") -> str:
@@ -135,6 +144,9 @@ class FakeGpu:
 class FakeNvml:
     """One fake driver, in a directory of its own. With `gpus=0` there is a driver and no GPU."""
 
+    made: ClassVar[list[FakeNvml]] = []
+    """Those of this test, whose locks are to be removed after it."""
+
     def __init__(self, directory: Path, *, gpus: int = 2, variant: Variant = "full", is_there: bool = True) -> None:
         self.directory = directory / "fake-nvml"
         self.library = self.directory / "lib" / LIBRARY
@@ -151,13 +163,21 @@ class FakeNvml:
         """What the library prints on stdout."""
         self.answered = ""
         """What it writes into every pipe that it finds open: memory overwritten, as far as the reader can tell."""
+        self._ever: set[str] = set()
         self.rules: list[str] = []
         self.gpus: list[FakeGpu] = []
         self.library.parent.mkdir(parents=True)
         self.root.mkdir()
         self.add(gpus)
+        FakeNvml.made.append(self)
         if is_there:
             self.appear()
+
+    def remove_locks(self) -> None:
+        """The lock files of all devices that it ever had."""
+        for device in self._ever:
+            for place in ("/run/lock", "/dev/shm"):
+                Path(place, f"gpulayer-{device}.lock").unlink(missing_ok=True)
 
     def env(self) -> dict[str, str]:
         """What a process needs in its environment to find this driver."""
@@ -183,6 +203,7 @@ class FakeNvml:
             for instance in gpu.instances:
                 place += 1
                 text += instance.lines(parent)
+        self._ever |= {each.uuid for gpu in self.gpus for each in (gpu, *gpu.instances)}
         new = self.state.with_suffix(".new")
         new.write_text("\n".join(text) + "\n")
         new.replace(self.state)

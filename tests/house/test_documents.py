@@ -12,7 +12,7 @@ from gpulayer.model.replica import REASON_CODES
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = ROOT / "docs" / "decisions"
-TOP_LEVEL = {"gpulayer", "tests", "fuzz", "docs", ".ci", ".gitignore", "pyproject.toml"} | {
+TOP_LEVEL = {"gpulayer", "tests", "fuzz", "docs", "examples", ".ci", ".gitignore", "pyproject.toml"} | {
     "README.md",
     "CHANGELOG.md",
     "LICENSE",

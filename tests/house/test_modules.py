@@ -20,7 +20,7 @@ def python_files(*folders: str) -> list[Path]:
 def test_every_module_says_what_it_is_for() -> None:
     silent = [
         str(path.relative_to(ROOT))
-        for path in python_files("gpulayer", "tests", "fuzz")
+        for path in python_files("gpulayer", "tests", "fuzz", "examples")
         if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert not silent

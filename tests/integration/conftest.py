@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.nvml import locks_of_fakes  # noqa: F401
 from tests.integration.daemon import Daemon
 
 TWO_GPUS = """

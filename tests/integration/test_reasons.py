@@ -18,7 +18,7 @@ def test_five_services_that_fail_differently_have_five_reasons(daemon: Daemon) -
         "bad_command": daemon.submit(["/no/such/program"], max_restarts=0),
         "exit_nonzero": daemon.submit(sh("exit 3"), max_restarts=0),
         "never_ready": daemon.submit(sh("sleep 1000"), max_restarts=0, start_timeout_seconds=0.5),
-        "no_capacity": daemon.submit(serve(), gpus=3),
+        "never_fits": daemon.submit(serve(), gpus=3),
         "signal": daemon.submit(sh("kill -9 $$"), max_restarts=0),
     }
     for code, job in jobs.items():
@@ -100,7 +100,7 @@ def test_status_shows_what_waits_and_why(daemon: Daemon) -> None:
     daemon.submit(serve(), gpus=3, name="big")
     status = wait_for(lambda: (s := daemon.call("GET", "/v1/status"))["queued"] and s)
     assert status["queued"][0]["name"] == "big"
-    assert status["queued"][0]["reason"]["code"] == "no_capacity"
+    assert status["queued"][0]["reason"]["code"] == "never_fits"
     shown = daemon.cli("status")
     assert shown.returncode == 0
     assert "big" in shown.stdout

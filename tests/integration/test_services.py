@@ -155,7 +155,7 @@ def test_a_failure_of_our_own_is_125_where_the_exit_code_belongs_to_the_job(daem
 
 def test_without_a_daemon_every_command_ends_with_3_and_names_the_one_that_starts_it(make_daemon: DaemonMaker) -> None:
     daemon = make_daemon()
-    for words in (["job", "list"], ["status"], ["submit", "--service", "--", "true"]):
+    for words in (["job", "list"], ["status"], ["submit", "--detach", "--", "true"]):
         done = daemon.cli(*words)
         assert done.returncode == 3, (words, done)
         assert "gpulayer up" in done.stderr

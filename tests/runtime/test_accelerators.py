@@ -1,8 +1,7 @@
-"""Devices that the configuration declares, and what the host itself has."""
+"""Devices that the configuration declares."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.model.ids import NodeId
 from gpulayer.runtime.accelerators.declared import declared_accelerators
-from gpulayer.runtime.accelerators.detect import detect_host
 
 NODE = NodeId("n-0123456789abcdef")
 H100 = {"kind": "cuda", "model": "H100", "memory": "80GiB"}
@@ -75,22 +73,3 @@ def test_nonsense_is_refused_with_the_entry_and_the_key(change: dict[str, object
     assert named in refused.value.message
     assert "entry 2" in refused.value.message
     assert refused.value.hint
-
-
-def test_the_host_has_what_this_process_may_use() -> None:
-    host = detect_host()
-    assert host.cpus_milli <= 1000 * len(os.sched_getaffinity(0))
-    assert host.cpus_milli > 0
-    total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    assert 0 < host.memory_mib <= total_mib
-
-
-def test_a_cpu_that_is_taken_away_is_not_offered() -> None:
-    allowed = os.sched_getaffinity(0)
-    if len(allowed) < 2:
-        pytest.skip("this process has one CPU only")
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        assert detect_host().cpus_milli == 1000
-    finally:
-        os.sched_setaffinity(0, allowed)

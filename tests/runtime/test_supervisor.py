@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
+from gpulayer.core.inventory import Inventory
 from gpulayer.core.replica.messages import (
     AttemptEffect,
     AttemptEvent,
@@ -39,8 +40,11 @@ from gpulayer.core.replica.messages import (
 )
 from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
+from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import Assignment, DeviceShare
 from gpulayer.runtime import attempt_shell, processes
+from gpulayer.runtime.accelerators.device_locks import DeviceLocks, shared_directory
+from gpulayer.runtime.accelerators.devices import Devices
 from gpulayer.runtime.shim_link import ShimGone, ShimLink, living_shim
 from gpulayer.runtime.supervisor import Supervisor
 from gpulayer.runtime.watch import Watch
@@ -61,11 +65,21 @@ STUBBORN = (
 )
 
 
+def gpu(uuid: str) -> Accelerator:
+    return Accelerator(uuid=uuid, kind="cuda", vendor="nvidia", model="H100", memory_mib=81920)
+
+
 class Daemon:
     """A supervisor with what it told: one life of a daemon. End it, and the shims go on."""
 
     def __init__(self, data_dir: Path, **options: Any) -> None:
         self.told: Watch[tuple[AttemptEvent, ...]] = Watch(())
+        self.devices = Devices(
+            inventory=Inventory(declared=[gpu("GPU-1"), gpu("GPU-2")]),
+            locks=DeviceLocks(shared_directory(), data_dir),
+            assigned=dict,
+            changed=lambda: None,
+        )
         self.supervisor = Supervisor(
             data_dir=data_dir,
             node_id=NODE,
@@ -73,6 +87,7 @@ class Daemon:
             advertise="127.0.0.1",
             emit=lambda event: self.told.set((*self.told.value, event)),
             base_env=options.pop("base_env", os.environ),
+            devices=self.devices,
             ports=options.pop("ports", (27000, 29999)),
             **options,
         )
@@ -82,7 +97,10 @@ class Daemon:
     async def start(self, nursery: trio.Nursery) -> None:
         async def run(task_status: trio.TaskStatus[None]) -> None:
             with self._scope:
-                await self.supervisor.run(task_status)
+                async with trio.open_nursery() as beside:
+                    await beside.start(self.devices.run)
+                    await self.supervisor.run(task_status)
+                    beside.cancel_scope.cancel()
 
         await nursery.start(run)
         self.found = await self.supervisor.find_attempts()
@@ -586,6 +604,7 @@ async def test_the_environment_is_what_it_should_be_and_nothing_else(data_dir: P
         "LC_TIME": "C",
         "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2",
         "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+        "PYTHONUNBUFFERED": "1",
         "HOST": "127.0.0.1",
         "PORT": str(started.port),
         "GPULAYER_JOB_ID": order.assignment.replica.job,

@@ -43,10 +43,15 @@ def wait_until(predicate: Callable[[], Any], seconds: float = 10.0) -> Any:
 
 
 class Spawner:
-    def __init__(self, program: Path = SPAWNER) -> None:
+    def __init__(self, program: Path = SPAWNER, *, tether: int | None = None) -> None:
+        """`tether`: the end of a pipe, for the shims."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-I", "-S", str(program), "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd="/", env={})
+        passed = [theirs.fileno()]
+        if tether is not None:
+            command += ["--tether", str(tether)]
+            passed.append(tether)
+        self.process = subprocess.Popen(command, pass_fds=passed, cwd="/", env={})
         theirs.close()
         self.socket.settimeout(10)
 

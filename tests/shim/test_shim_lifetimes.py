@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,57 @@ def test_the_spawner_ends_when_the_daemons_end_is_closed_and_leaves_no_zombies(n
     spawner.close()
     assert first.client.ask("hello")["ok"]
     assert second.client.ask("hello")["ok"]
+
+
+@pytest.fixture
+def tether() -> Iterator[tuple[Spawner, Callable[[], None]]]:
+    """A spawner whose shims are tethered, and what ends the tether."""
+    ours_read, ours_write = os.pipe()
+    spawner = Spawner(tether=ours_read)
+    os.close(ours_read)
+    yield spawner, lambda: os.close(ours_write)
+    spawner.close()
+
+
+def test_a_tethered_shim_stops_its_run_and_ends_when_the_tether_does(
+    new_attempt: Any, tether: tuple[Spawner, Callable[[], None]], eventually: Any
+) -> None:
+    spawner, end = tether
+    attempt = new_attempt(spawner=spawner)
+    script = "trap 'echo goodbye; exit 0' TERM; setsid sleep 600 & echo >begun; while :; do sleep 0.05; done"
+    attempt.shell(script)
+    attempt.file("begun")
+    end()
+    exited = attempt.client.wait_for("exited")
+    assert (exited["code"], exited["ended_by"]) == (0, "shim_terminated")
+    eventually(lambda: has_ended(attempt.spawned["pid"]))
+    assert attempt.processes() == []
+    assert not (attempt.directory / "shim.sock").exists()
+    text = b"".join(path.read_bytes() for path in sorted((attempt.directory / "logs").iterdir()))
+    assert b"the daemon that it belongs to has ended: stopping the run" in text
+    assert b"goodbye" in text
+
+
+def test_a_tethered_shim_without_a_run_ends_too(
+    new_attempt: Any, tether: tuple[Spawner, Callable[[], None]], eventually: Any
+) -> None:
+    """The daemon was killed between making it and starting something: nobody would ever ask it again."""
+    spawner, end = tether
+    fresh, used = new_attempt(spawner=spawner), new_attempt(spawner=spawner)
+    used.shell("exit 0")
+    used.client.wait_for("gone")
+    end()
+    for each in (fresh, used):
+        eventually(lambda each=each: has_ended(each.spawned["pid"]))
+
+
+def test_no_run_has_the_tether(new_attempt: Any, tether: tuple[Spawner, Callable[[], None]]) -> None:
+    """A run that kept it open would keep its siblings alive."""
+    spawner, end = tether
+    attempt = new_attempt(spawner=spawner)
+    attempt.shell("ls /proc/self/fd | wc -l >count.new; mv count.new count")
+    assert attempt.file("count").strip() == "4"
+    end()
 
 
 def test_the_spawner_answers_bad_requests_and_goes_on(spawner: Any, new_attempt: Any, tmp_path: Path) -> None:

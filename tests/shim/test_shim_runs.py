@@ -191,14 +191,28 @@ def test_a_command_that_cannot_be_executed_says_why(attempt: Any) -> None:
     executable(work / "plain", b"hello", 0o644)
     executable(work / "orphan", b"#!/no/such/interpreter -x\n")
     executable(work / "noise", b"\1\2\3\4")
-    for command, sentence in {
+    executable(work / "run.sh", b"#!/bin/sh\necho hello\n", 0o644)
+    executable(work / "windows.sh", b"#!/bin/sh\r\necho hello\r\n")
+    executable(work / "moved", b"#!/no/such/venv/bin/python3\nprint()\n")
+    executable(work / "bare.py", b"print()\n")
+    executable(work / "bare", b"echo hello\n")
+    commands = {
         "no-such-program": "was not found in PATH",
+        "python serve.py": "was not found in PATH: it is one word with a blank in it",
+        "FOO=1": "was not found in PATH: no shell reads the command, so that it sets no variable; --env does",
+        "export": "was not found in PATH: it is a word of the shell",
         "/no/such/program": "No such file or directory",
-        "./plain": "is not executable (mode 0644)",
+        "./plain": "is not executable (mode 0644): chmod +x it",
+        "./run.sh": "is not executable (mode 0644): chmod +x it, or write /bin/sh ./run.sh",
+        "./windows.sh": "interpreter /bin/sh is not found: sed -i 's/\\r$//' ./windows.sh",
         "./orphan": "begins with #!/no/such/interpreter, and there is no such interpreter",
+        "./moved": "there is no such interpreter (is its environment moved, or gone?)",
+        "./bare.py": "has no #! line, so that only a shell would run it: write python ./bare.py",
+        "./bare": "has no #! line, so that only a shell would run it: write sh ./bare",
         "./noise": "is not a program for this host",
         "/": "is a directory",
-    }.items():
+    }
+    for command, sentence in commands.items():
         answer = attempt.start(command)
         assert answer["ok"] is False
         assert answer["error"]["code"] == "bad_command", answer
@@ -207,7 +221,7 @@ def test_a_command_that_cannot_be_executed_says_why(attempt: Any) -> None:
         assert answer["error"]["errno"] > 0
     hello = attempt.client.ask("hello")
     assert hello["last_exit"]["ended_by"] == "spawn_failed"
-    assert hello["last_run"] == 6
+    assert hello["last_run"] == len(commands)
     # Noted like an exit: nobody shall take the marker for an interrupted run.
     assert all(record.exit is not None for record in notes.read_all(str(attempt.directory / "runs")))
     assert attempt.client.events == []

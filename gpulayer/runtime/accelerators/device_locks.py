@@ -53,6 +53,9 @@ _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # The beginning of a descriptor's name where it is of a declared device; no quoted UUID has a colon.
 _DECLARED = "declared:"
 _SHIM = "gpulayer shim"
+# How a local run's node is started, and what people call it.
+_PRIVATE_NODE = "gpulayer.node.private"
+_LOCAL_RUN = "gpulayer submit --target local"
 
 
 def shared_directory(candidates: Sequence[str] = SHARED_DIRECTORIES) -> Path:
@@ -80,7 +83,7 @@ class Holder:
     pid: int
     user: str
     command: str
-    """`gpulayer up`, `gpulayer shim`, or another program's name."""
+    """`gpulayer up`, `gpulayer submit --target local`, `gpulayer shim`, or another program's name."""
     data_dir: str = ""
     """Of a daemon; empty where it cannot be seen."""
 
@@ -611,6 +614,8 @@ def _holder(pid: int) -> Holder:
 def _command(pid: int, arguments: Sequence[str]) -> str:
     if _read(pid, "comm").strip() == b"gpulayer-shim":
         return _SHIM
+    if _PRIVATE_NODE in arguments:
+        return _LOCAL_RUN
     names = [os.path.basename(each) for each in arguments]
     for place, name in enumerate(names[:-1]):
         if name == "gpulayer" or arguments[place].endswith("gpulayer/__main__.py"):

@@ -27,6 +27,7 @@ Json: TypeAlias = dict[str, Any]
 
 LIBRARY = "libnvidia-ml.so.1"
 CHILD = Path(__file__).with_name("nvml_child.py")
+NO_DRIVER = ReadingFailed(code="no_driver", text=f"{LIBRARY} was not found", hint="install NVIDIA's driver")
 # A healthy driver answers for eight GPUs within milliseconds.
 READ_SECONDS_MAX = 3.0
 # The first answer of a child: where no persistence daemon keeps the GPUs awake the driver starts them one by one, a

@@ -1,0 +1,424 @@
+"""The devices of this node at work: asks the driver every second, takes and keeps the host-wide locks, confirms that a
+device is free.
+
+What it all means is core/inventory.py's; here are the child that asks, /proc, the locks, and the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+import trio
+
+from gpulayer.core.inventory import (
+    CONFIRM_SECONDS,
+    DevicesRead,
+    Elsewhere,
+    ElsewhereSeen,
+    Inventory,
+    LockTrouble,
+    NotConfirmed,
+    SeenProcess,
+)
+from gpulayer.model.errors import GpulayerError
+from gpulayer.model.ids import AttemptId
+from gpulayer.model.inventory import Reading, ReadingFailed
+from gpulayer.model.node import Accelerator
+from gpulayer.model.replica import DeviceShare, Reason
+from gpulayer.model.units import Instant, format_gpus
+from gpulayer.runtime.accelerators.device_locks import DeviceLocks, Held, Hold
+from gpulayer.runtime.accelerators.device_users import DeviceUsers, sees_host_pids
+from gpulayer.runtime.accelerators.nvml import NO_DRIVER, NvmlChild, driver_is_likely, pci_gpus
+from gpulayer.runtime.accelerators.survey import cards_not_listed
+
+log = structlog.get_logger()
+
+LOOK_SECONDS = 1.0
+# Where there is no driver: how often it is looked whether there is one now, which is a handful of stat() calls.
+ABSENT_LOOK_SECONDS = 5.0
+# A replica that has ended a moment ago may still be giving its lock back.
+TAKE_SECONDS_MAX = 3.0
+TAKE_PAUSE_SECONDS = 0.05
+# For the first answer of the driver, before a device can be judged.
+FIRST_READING_SECONDS_MAX = 3.5
+# A lock file that could not be used: the device is left alone for so long before it is tried again.
+TROUBLE_SECONDS = 60.0
+CONFIRM_PAUSE_SECONDS = (0.05, 1.0)
+# A walk through /proc for more processes than these goes into a thread.
+PROCESSES_AT_ONCE_MAX = 64
+_NOT_IN_A_CONTAINER = (
+    "this daemon runs in a pid namespace of its own, so the driver's list of processes says nothing here: "
+    "foreign processes on a GPU are not seen"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """Why devices cannot be had now, and what is seen of them."""
+
+    reason: Reason
+    observed: tuple[Accelerator, ...]
+
+
+class Devices:
+    """`assigned`: what the orders of this node hold. `changed` is called when `inventory` has something new to say."""
+
+    def __init__(
+        self,
+        *,
+        inventory: Inventory,
+        locks: DeviceLocks,
+        assigned: Callable[[], Mapping[AttemptId, Sequence[DeviceShare]]],
+        changed: Callable[[], None],
+    ) -> None:
+        self.inventory = inventory
+        self._locks = locks
+        self._assigned = assigned
+        self._changed = changed
+        self._child = NvmlChild()
+        self._users = DeviceUsers()
+        self._holds: dict[AttemptId, tuple[Hold, ...]] = {}
+        self._given_back: dict[str, float] = {}
+        """When a device was given back, whose lock its shim may keep for a moment more."""
+        self.renewed: Callable[[AttemptId], None] = lambda _: None
+        """Hears that an attempt's locks are held through other descriptors now, which its shim is to hold, too."""
+        self._troubles: dict[str, tuple[float, str]] = {}
+        """Per device until when its lock is taken for unusable, and why."""
+        self._lost: dict[AttemptId, str] = {}
+        """Attempts that run on devices whose lock somebody else has, and who."""
+        self._listed: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._has_driver = False
+        self._absent_until = -1.0
+        self._readings = 0
+        self._begun = 0
+        self._wanted = trio.Event()
+        self._looked = trio.lowlevel.ParkingLot()
+        self._told: object = None
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. The locks are given back by the end of the process, not by this."""
+        task_status.started()
+        try:
+            while True:
+                self._wanted = trio.Event()
+                next_at = trio.current_time() + LOOK_SECONDS
+                await self._look()
+                with trio.move_on_at(next_at):
+                    await self._wanted.wait()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._child.aclose()
+
+    async def look_now(self) -> None:
+        """Returns when a look that was begun after this call is through."""
+        wanted = self._begun + 1
+        self._wanted.set()
+        while self._readings < wanted:
+            await self._looked.park()
+
+    async def first_look(self) -> bool:
+        """Whether the devices were judged once; waits for it, for a bounded time."""
+        with trio.move_on_after(FIRST_READING_SECONDS_MAX):
+            while self._readings == 0:
+                await self._looked.park()
+        return self._readings > 0
+
+    async def _look(self) -> None:
+        self._begun += 1
+        begun = self._begun
+        now = trio.current_time()
+        if self._has_driver or now >= self._absent_until:
+            await self._ask_driver()
+            if not self._has_driver:
+                self._absent_until = now + ABSENT_LOOK_SECONDS - LOOK_SECONDS / 2
+        self._look_at_locks()
+        self._readings = begun
+        self._looked.unpark_all()
+        said = (
+            self.inventory.accelerators,
+            self.inventory.undetected,
+            self.inventory.gpu_detect,
+            self.inventory.drivers,
+            tuple(self._lost.items()),
+        )
+        if said != self._told:
+            self._told = said
+            self._changed()
+
+    async def _ask_driver(self) -> None:
+        result: Reading | ReadingFailed
+        if self._has_driver or driver_is_likely():
+            result = await self._child.read()
+        else:
+            result = NO_DRIVER
+        has_driver = not isinstance(result, ReadingFailed) or result.code != "no_driver"
+        if not has_driver:
+            await self._child.aclose()
+        self._has_driver = has_driver
+        evidence: tuple[str, ...] = ()
+        if isinstance(result, ReadingFailed):
+            evidence = tuple(f"NVIDIA card {card.bus_id}" for card in pci_gpus() if card.vendor == "nvidia")
+        else:
+            result = replace(result, notes=(*result.notes, *self._not_listed(result)))
+        held = frozenset(share.uuid for shares in self._assigned().values() for share in shares)
+        processes: Mapping[int, SeenProcess] = {}
+        if isinstance(result, Reading):
+            result, processes = await self._with_users(result)
+        event = DevicesRead(result=result, processes=processes, held=held, evidence=evidence)
+        self.inventory.step(event, Instant(trio.current_time()))
+
+    def _not_listed(self, reading: Reading) -> tuple[str, ...]:
+        """Cards that the kernel has and the driver does not tell of. Looked for when what it tells has changed."""
+        listed = tuple(device.pci_bus_id for device in reading.devices)
+        if self._listed is None or self._listed[0] != listed:
+            self._listed = listed, tuple(cards_not_listed(reading, pci_gpus()))
+        return self._listed[1]
+
+    async def _with_users(self, reading: Reading) -> tuple[Reading, Mapping[int, SeenProcess]]:
+        pids = {process.pid for device in reading.devices for process in device.processes or ()}
+        if pids and not sees_host_pids():
+            blind = tuple(replace(device, processes=None, process_count=0) for device in reading.devices)
+            return replace(reading, devices=blind, notes=(*reading.notes, _NOT_IN_A_CONTAINER)), {}
+        if len(pids) > PROCESSES_AT_ONCE_MAX:
+            return reading, await trio.to_thread.run_sync(self._users.look, pids)
+        return reading, self._users.look(pids)
+
+    # --- locks ------------------------------------------------------------------------------------------------------
+
+    def _look_at_locks(self) -> None:
+        for attempt, holds in list(self._holds.items()):
+            for hold in holds:
+                if not hold.is_in_place():
+                    self._renew(attempt, hold)
+        elsewhere: dict[str, Elsewhere] = {}
+        troubles = {uuid: why for uuid, (until, why) in self._troubles.items() if trio.current_time() < until}
+        for device in self.inventory.accelerators:
+            try:
+                milli = self._milli_elsewhere(device.uuid)
+            except GpulayerError as error:
+                troubles[device.uuid] = error.message
+                continue
+            if milli > 0:
+                elsewhere[device.uuid] = Elsewhere(milli=milli)
+        now = Instant(trio.current_time())
+        self.inventory.step(ElsewhereSeen(elsewhere=elsewhere), now)
+        self.inventory.step(LockTrouble(troubles=troubles), now)
+
+    def _milli_elsewhere(self, uuid: str) -> int:
+        """How much of it is locked by none of ours. StorageFailed: that cannot be read."""
+        device = self.inventory.device(uuid)
+        if device is None:
+            return 0
+        own = [hold for holds in self._holds.values() for hold in holds]
+        milli = self._locks.held_by_others(uuid, own, parent=device.parent, is_declared=device.source == "declared")
+        # Ours as well, though we have no copy of its lock: its shim has not answered yet.
+        for attempt, shares in self._assigned().items():
+            if attempt not in self._holds:
+                milli -= sum(share.milli for share in shares if share.uuid == uuid)
+        return max(milli, 0)
+
+    def _renew(self, attempt: AttemptId, hold: Hold) -> None:
+        """Its file was removed under it: where somebody else has locked the new one already, two hold one device."""
+        try:
+            held = hold.renew()
+        except GpulayerError as error:
+            if attempt not in self._lost:
+                log.error("device.lock_lost", attempt=str(attempt), device=hold.uuid, reason=error.message)
+            self._lost[attempt] = error.message
+            return
+        if held is None:
+            self._lost.pop(attempt, None)
+            log.warning("device.lock_renewed", attempt=str(attempt), device=hold.uuid)
+            self.renewed(attempt)
+        elif attempt not in self._lost:
+            self._lost[attempt] = f"{hold.uuid} is {held.text}"
+            log.error("device.lock_lost", attempt=str(attempt), device=hold.uuid, reason=self._lost[attempt])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(
+            f"the lock of the devices of {attempt} was removed, and cannot be taken again: {why}"
+            for attempt, why in sorted(self._lost.items())
+        )
+
+    async def take(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> NotTaken | None:
+        """Locks them for the attempt, unless it has them already; None when it is done. The node's own last word
+        (P3): a device that is not well or on which others are is not taken, whatever the order says."""
+        if attempt in self._holds or not shares:
+            return None
+        if not await self.first_look():
+            return self._not_taken(shares, "the driver has not answered yet")
+        if self.can_tell(shares):
+            await self.look_now()  # what was seen may be a second old, and somebody on it since then
+        if obstacle := self._obstacle(shares):
+            return self._not_taken(shares, obstacle)
+        deadline = trio.current_time() + TAKE_SECONDS_MAX
+        while True:
+            found = self._try_to_take(shares)
+            if isinstance(found, list):
+                self._holds[attempt] = tuple(found)
+                return None
+            if isinstance(found, str):
+                return self._not_taken(shares, found)
+            share, held = found
+            now = trio.current_time()
+            is_given_back = now < self._given_back.get(share.uuid, -TAKE_SECONDS_MAX) + TAKE_SECONDS_MAX
+            milli = self._milli_elsewhere(share.uuid)
+            if now >= deadline or (milli and not is_given_back):
+                text = await trio.to_thread.run_sync(_text_of, held)  # walks through /proc
+                seen = Elsewhere(milli=milli, text=text)
+                self.inventory.step(
+                    ElsewhereSeen(elsewhere={share.uuid: seen}, only=frozenset((share.uuid,))),
+                    Instant(trio.current_time()),
+                )
+                return self._not_taken(shares, f"{share.uuid} is {text}")
+            await trio.sleep(TAKE_PAUSE_SECONDS)
+
+    def _try_to_take(self, shares: Sequence[DeviceShare]) -> list[Hold] | tuple[DeviceShare, Held] | str:
+        taken: list[Hold] = []
+        for share in shares:
+            device = self.inventory.device(share.uuid)
+            assert device is not None
+            try:
+                found = self._locks.acquire(
+                    share.uuid, share.milli, parent=device.parent, is_declared=device.source == "declared"
+                )
+            except GpulayerError as error:
+                _close(taken)
+                self._troubles[share.uuid] = trio.current_time() + TROUBLE_SECONDS, error.message
+                self._look_at_locks()
+                return error.message
+            if isinstance(found, Held):
+                _close(taken)
+                return share, found
+            taken.append(found)
+        return taken
+
+    def _obstacle(self, shares: Iterable[DeviceShare]) -> str:
+        for share in shares:
+            device = self.inventory.device(share.uuid)
+            if device is None:
+                return f"{share.uuid} is not a device of this node any more"
+            if device.unhealthy:
+                return f"{share.uuid} is unhealthy: {device.unhealthy}"
+            users = self.inventory.users_of(share.uuid)
+            if users:
+                return f"{share.uuid} is used by others: {users}"
+        return ""
+
+    def _not_taken(self, shares: Sequence[DeviceShare], why: str) -> NotTaken:
+        observed = [self.inventory.device(share.uuid) for share in shares]
+        wanted = format_gpus(sum(share.milli for share in shares))
+        reason = Reason(
+            code="device_unavailable",
+            text=f"the {wanted} GPU of its order cannot be had: {why}",
+            hint="it waits for its turn again; `gpulayer status` shows who holds what",
+        )
+        self._changed()
+        return NotTaken(reason, tuple(device for device in observed if device is not None))
+
+    def assigned(self, attempt: AttemptId) -> tuple[DeviceShare, ...]:
+        """What its order gives it, if there is one."""
+        return tuple(self._assigned().get(attempt, ()))
+
+    def shared_fds(self, attempt: AttemptId) -> dict[str, int]:
+        """By name the descriptors that keep the attempt's locks, for its shim to hold, too."""
+        return {name: fd for hold in self._holds.get(attempt, ()) for name, fd in hold.fds.items()}
+
+    def kinds(self, shares: Iterable[DeviceShare]) -> frozenset[str]:
+        """Kinds of accelerator among these, as `cuda`."""
+        found = (self.inventory.device(share.uuid) for share in shares)
+        return frozenset(device.kind for device in found if device is not None)
+
+    def can_tell(self, shares: Iterable[DeviceShare]) -> bool:
+        """Whether a driver is there that lists the processes on any of these."""
+        return any(self.inventory.can_tell(share.uuid) for share in shares)
+
+    def take_up(self, attempt: AttemptId, fds: Mapping[str, int]) -> None:
+        """What its shim has held while no daemon was there. Takes the descriptors over, used or not."""
+        found = self._locks.adopt(fds)
+        if attempt in self._holds:
+            _close(found)
+        else:
+            self._holds[attempt] = tuple(found)
+
+    def take_again(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> None:
+        """For what runs, and whose lock died with its shim while no daemon was there: nothing may come between."""
+        taken = list(self._holds.get(attempt, ()))
+        there = {hold.uuid for hold in taken}
+        for share in shares:
+            if share.uuid in there:
+                continue
+            device = self.inventory.device(share.uuid)
+            try:
+                found = self._locks.acquire(
+                    share.uuid,
+                    share.milli,
+                    parent=device.parent if device is not None else "",
+                    is_declared=device is not None and device.source == "declared",
+                )
+            except GpulayerError as error:
+                log.error("device.not_locked_again", attempt=str(attempt), device=share.uuid, reason=error.message)
+                continue
+            if isinstance(found, Held):
+                log.error("device.not_locked_again", attempt=str(attempt), device=share.uuid, reason=found.text)
+            else:
+                taken.append(found)
+        self._holds[attempt] = tuple(taken)
+
+    def release(self, attempt: AttemptId) -> None:
+        """Nothing of it is left. Its shim gives its copies back when it ends, or is told to."""
+        for hold in self._holds.pop(attempt, ()):
+            hold.close()
+            self._given_back[hold.uuid] = trio.current_time()
+        self._lost.pop(attempt, None)
+
+    async def wait_clear(self, shares: Iterable[DeviceShare], tell: Callable[[str], None]) -> None:
+        """All processes of a run have ended: returns when the driver, where it can tell, lists none any more on its
+        devices, or has not confirmed that in time; then the device is unhealthy. `tell` hears what is waited for."""
+        left = [share.uuid for share in shares if self.inventory.can_tell(share.uuid)]
+        # Those of this run are among the ones that are gone at the first look; what others leave later on a device that
+        # is shared is not waited for.
+        ours: dict[str, frozenset[int]] = {}
+        deadline = trio.current_time() + CONFIRM_SECONDS
+        pause = CONFIRM_PAUSE_SECONDS[0]
+        while left:
+            await self.look_now()
+            for uuid in list(left):
+                gone = self.inventory.gone_on(uuid)
+                if gone is not None:
+                    ours[uuid] = ours[uuid] & gone if uuid in ours else gone
+                if not self.inventory.can_tell(uuid) or (gone is not None and not ours[uuid]):
+                    left.remove(uuid)
+            if not left:
+                return
+            whys = {uuid: self._why_not_clear(uuid) for uuid in left}
+            if trio.current_time() >= deadline:
+                for uuid, why in whys.items():
+                    self.inventory.step(NotConfirmed(uuid=uuid, why=why), Instant(trio.current_time()))
+                    log.error("device.not_confirmed_free", device=uuid, reason=why)
+                self._changed()
+                return
+            if pause >= CONFIRM_PAUSE_SECONDS[1]:
+                tell("; ".join(whys.values()))
+            await trio.sleep(pause)
+            pause = min(pause * 2, CONFIRM_PAUSE_SECONDS[1])
+
+    def _why_not_clear(self, uuid: str) -> str:
+        failure = self.inventory.failure
+        if failure is not None:
+            return f"{failure.text}, so nobody can say whether {uuid} is free"
+        return f"the driver still lists a process on {uuid} that is gone"
+
+
+def _text_of(held: Held) -> str:
+    return held.text
+
+
+def _close(holds: Iterable[Hold]) -> None:
+    for hold in holds:
+        hold.close()
