@@ -6,7 +6,7 @@
     job = client.submit(gl.service(["python", "serve.py"], replicas=2))
     print(job.endpoints(wait=120))
 
-Public names only. They are imported at first use, so that `import gpulayer` and the command line stay fast.
+`gpulayer.aio` has the same for async programs. Public names only. They are imported at first use, so that `import gpulayer` and the command line stay fast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 # typing.TYPE_CHECKING without the import of typing: type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from gpulayer.client import aio
     from gpulayer.client.logs import LogLine
     from gpulayer.client.requests import JobRequest, Retry, batch, service
     from gpulayer.client.sync import Client, Job, connect
@@ -46,6 +47,7 @@ _PUBLIC = {
     "StorageFailed": "gpulayer.model.errors",
     "Unreachable": "gpulayer.model.errors",
     "WaitTimeout": "gpulayer.model.errors",
+    "aio": "gpulayer.client",
     "batch": "gpulayer.client.requests",
     "connect": "gpulayer.client.sync",
     "service": "gpulayer.client.requests",
@@ -67,6 +69,7 @@ __all__ = [
     "Unreachable",
     "WaitTimeout",
     "__version__",
+    "aio",
     "batch",
     "connect",
     "service",
@@ -77,9 +80,10 @@ def __getattr__(name: str) -> object:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'gpulayer' has no attribute {name!r}")
-    import importlib
+    from importlib import import_module
 
-    return getattr(importlib.import_module(module), name)
+    # aio is a module, all else are names within one.
+    return import_module(f"{module}.aio") if name == "aio" else getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpulayer.api import cluster, events, health, jobs, logs, metrics, tokens
+from gpulayer.api import cluster, events, health, jobs, logs, metrics, openapi, resources, tokens
 from gpulayer.api.facade import NodeFacade
 from gpulayer.api.problems import (
     MethodNotAllowed,
@@ -51,8 +51,10 @@ def make_app(node: NodeFacade, *, trusted: bool, names: Iterable[str] = ()) -> S
         *logs.ROUTES,
         *events.ROUTES,
         *cluster.ROUTES,
+        *resources.ROUTES,
         *tokens.ROUTES,
         *metrics.ROUTES,
+        *openapi.ROUTES,
     ]
     allowed = None if trusted else LOCAL_NAMES | {name.lower() for name in names}
     guard = Middleware(_Guard, node=node, routes=routes, allowed_hosts=allowed)

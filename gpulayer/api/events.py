@@ -12,7 +12,7 @@ from starlette.routing import Route
 from gpulayer.api.facade import NodeFacade
 from gpulayer.api.query import Query
 from gpulayer.api.requests import node_of
-from gpulayer.api.streams import KEEPALIVE, Item, Stream, news_or_none
+from gpulayer.api.streams import KEEPALIVE, Item, Stream, last_event_id, news_or_none
 from gpulayer.core.cluster.resolve import resolve_job
 from gpulayer.model.event import Event
 from gpulayer.model.ids import JobId, NodeId
@@ -35,15 +35,16 @@ async def job_events(request: Request) -> Response:
 async def _answer(request: Request, job: JobId | None) -> Response:
     node = node_of(request)
     query = Query(request, ("after", "follow", "limit"))
-    # A browser's EventSource reconnects with the id of what it has seen.
-    after = query.text("after") or request.headers.get("last-event-id") or None
-    if after is not None:
-        parse_offset(after)
+    after, last_seen = query.text("after"), last_event_id(request)
+    for offset in (after, last_seen):
+        if offset:
+            parse_offset(offset)
     follow = query.flag("follow")
     limit = query.count("limit", least=1, most=LIMIT_MAX)
     # What this client has done before it asks is to be among what it gets.
     await node.events.flush()
-    return Stream(request, _events(node, after, job, follow=follow, limit=limit))
+    begin = (last_seen if after is None else after) or None
+    return Stream(request, _events(node, begin, job, follow=follow, limit=limit))
 
 
 async def _events(

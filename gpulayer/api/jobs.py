@@ -18,10 +18,10 @@ from gpulayer.api.query import Query
 from gpulayer.api.requests import Moment, Moments, answer, body_of, moment_of, moments_of, node_of
 from gpulayer.api.streams import KEEPALIVE, Item, Stream, news_or_none
 from gpulayer.core.cluster.commands import RestartReplicas, StopJob, SubmitJob
-from gpulayer.core.cluster.hints import beside_explanation
+from gpulayer.core.cluster.hints import beside_explanation, with_hint
 from gpulayer.core.cluster.resolve import resolve_job, resolve_job_or_replica
 from gpulayer.core.cluster.view import JobView, ReplicaView
-from gpulayer.core.placement.plan import ReplicaExplained, explain_job
+from gpulayer.core.placement.plan import ReplicaExplained, explain_job, obstacle
 from gpulayer.core.placement.refusal import code_of, explain, summary
 from gpulayer.model.cluster import ClusterState, Job, Replica
 from gpulayer.model.errors import InvalidRequest, NotFound, Refused
@@ -58,19 +58,16 @@ _threads = trio.CapacityLimiter(4)
 async def submit(request: Request) -> Response:
     node = node_of(request)
     query = Query(request, ("dry_run",))
+    key = _idempotency_key(request)
     asked = parse_submit(body_of(request))
     if query.flag("dry_run"):
         return answer(_dry_run(node, asked.spec))
-    keys = request.headers.getlist("idempotency-key")
-    if len(keys) > 1:
-        raise InvalidRequest("Idempotency-Key is given twice", hint="leave out one of them")
-    key = keys[0] if keys else None
     command = SubmitJob(
         job=node.new_job_id(),
         spec=asked.spec,
         name_is_derived=asked.name_is_derived,
-        idempotency_key=checked_idempotency_key(key) if key is not None else "",
-        request_digest=asked.digest if key is not None else "",
+        idempotency_key=key,
+        request_digest=asked.digest if key else "",
     )
     accepted = await node.propose(command)
     job = node.state.jobs.get(accepted.job)
@@ -80,8 +77,23 @@ async def submit(request: Request) -> Response:
         # A job may be forgotten before the answer to its key is.
         "revision": job.revision if job is not None else 1,
         "replayed": accepted.replayed,
+        "warning": _warning(node, asked.spec, accepted.name),
     }
     return answer(document, 200 if accepted.replayed else 201, {"Location": f"/v1/jobs/{accepted.job}"})
+
+
+def _warning(node: NodeFacade, spec: JobSpec, name: str) -> Json | None:
+    """What whoever submits has to hear, since nothing but a person can change it."""
+    reason = obstacle(node.observed_state, spec)
+    return reason_to_json(with_hint(reason, name) if reason is not None else None)
+
+
+def _idempotency_key(request: Request) -> str:
+    """Empty where there is none."""
+    keys = request.headers.getlist("idempotency-key")
+    if len(keys) > 1:
+        raise InvalidRequest("Idempotency-Key is given twice", hint="leave out one of them")
+    return checked_idempotency_key(keys[0]) if keys else ""
 
 
 async def list_jobs(request: Request) -> Response:
@@ -159,9 +171,10 @@ def _attempt(job: JobId, replica: ReplicaView) -> AttemptId:
 
 def _shows_lines(replica: ReplicaView) -> bool:
     """Where something went wrong, or has not come so far yet."""
+    code = replica.reason.code if replica.reason is not None else "exit_zero"
     if replica.state == "ended":
-        return replica.reason is not None and replica.reason.code != "exit_zero"
-    return replica.state != "ready"
+        return code not in ("exit_zero", "cancelled")
+    return replica.state != "ready" and code not in ("cancelled", "restart_requested")
 
 
 async def _last_lines(node: NodeFacade, job: JobId, replicas: list[ReplicaView]) -> dict[int, list[str]]:
@@ -310,6 +323,7 @@ def _dry_run(node: NodeFacade, spec: JobSpec) -> Json:
             for each in explained
         ],
         "summary": said,
+        "warning": _reason_beside_explanation(obstacle(node.observed_state, spec)),
     }
 
 

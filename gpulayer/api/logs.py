@@ -17,11 +17,12 @@ from gpulayer.api.facade import NodeFacade
 from gpulayer.api.log_merge import REPLICAS_MAX, Merge, Place, Wanted, parse_offset
 from gpulayer.api.query import Query
 from gpulayer.api.requests import node_of
-from gpulayer.api.streams import KEEPALIVE, KEEPALIVE_SECONDS, Item, Stream
+from gpulayer.api.streams import KEEPALIVE, KEEPALIVE_SECONDS, Item, Stream, last_event_id
 from gpulayer.core.cluster.resolve import resolve_job_or_replica
 from gpulayer.model.cluster import Job
 from gpulayer.model.errors import InvalidRequest, NotFound
 from gpulayer.model.ids import AttemptId, JobId, ReplicaId
+from gpulayer.model.job import REPLICAS_MAX as JOB_REPLICAS_MAX
 from gpulayer.model.replica import ReplicaStatus
 from gpulayer.wire.http import Json
 
@@ -70,9 +71,11 @@ async def logs(request: Request) -> Response:
 
 
 def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Asked:
-    named = query.count("replica", most=len(job.replicas) - 1)
+    named = query.count("replica", most=JOB_REPLICAS_MAX - 1)
     if named is not None and index is not None and named != index:
         raise InvalidRequest(f"replica: {named} and {job.name}.{index} name two replicas", hint="leave out one of them")
+    if named is not None and named >= len(job.replicas):
+        raise NotFound(f"job {job.name} has no replica {named}", hint=f"it has {len(job.replicas)}, counted from 0")
     chosen = named if named is not None else index
     replicas = tuple(range(len(job.replicas))) if chosen is None else (chosen,)
     if len(replicas) > REPLICAS_MAX:
@@ -83,8 +86,8 @@ def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Aske
     previous, run = query.flag("previous"), query.count("run", least=1, most=2**31)
     if previous and run is not None:
         raise InvalidRequest("previous and run exclude each other", hint="leave out one of them")
-    # A browser's EventSource reconnects with the id of what it has seen.
-    after = query.text("after") or request.headers.get("last-event-id") or ""
+    after = query.text("after")
+    last_seen = parse_offset(last_event_id(request))
     return _Asked(
         job=job.id,
         replicas=replicas,
@@ -94,7 +97,7 @@ def _asked(request: Request, query: Query, job: Job, index: int | None) -> _Aske
         tail=query.count("tail", most=TAIL_MAX),
         # A run that is over has no more to say.
         follow=query.flag("follow") and not previous,
-        after=parse_offset(after),
+        after=last_seen if after is None else parse_offset(after),
     )
 
 

@@ -69,20 +69,22 @@ class BoundSockets:
     """Bound, and listening: who connects now waits until serve() begins."""
 
     unix: socket.socket
-    tcp: socket.socket
+    tcp: socket.socket | None
+    """None: the unix socket is all there is."""
 
     @property
-    def port(self) -> int:
-        return cast(int, self.tcp.getsockname()[1])
+    def port(self) -> int | None:
+        return None if self.tcp is None else cast(int, self.tcp.getsockname()[1])
 
 
 @contextmanager
-def bind_sockets(*, unix_path: Path, host: str, port: int) -> Iterator[BoundSockets]:
-    """Both sockets, or a GpulayerError that says who has the port. The socket file goes at the end.
+def bind_sockets(*, unix_path: Path, host: str, port: int | None) -> Iterator[BoundSockets]:
+    """Both sockets, or a GpulayerError that says who has the port. The socket file goes at the end. `port`: 0 for any
+    that is free, None for no TCP at all.
 
     A socket file that is there already is taken for a stale one: the caller holds the lock of the data directory.
     """
-    tcp = _bind_tcp(host, port)
+    tcp = None if port is None else _bind_tcp(host, port)
     try:
         unix = _bind_unix(unix_path)
         try:
@@ -94,7 +96,8 @@ def bind_sockets(*, unix_path: Path, host: str, port: int) -> Iterator[BoundSock
             except OSError as error:
                 log.warning("api.socket_file_left", path=str(unix_path), reason=error.strerror)
     finally:
-        tcp.close()
+        if tcp is not None:
+            tcp.close()
 
 
 def _bind_tcp(host: str, port: int) -> socket.socket:
@@ -176,22 +179,24 @@ def _remove_stale(path: Path) -> None:
 
 async def serve(
     app_trusted: Starlette,
-    app_tcp: Starlette,
+    app_tcp: Starlette | None,
     sockets: BoundSockets,
     *,
     shutdown: trio.Event,
-    task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED,
+    task_status: trio.TaskStatus[int | None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Until `shutdown` is set and what was under way has ended, a second at most. Reports the TCP port."""
+    """Until `shutdown` is set and what was under way has ended, a second at most. Reports the TCP port, if there is
+    one; then there is an `app_tcp`, too."""
     async with trio.open_nursery() as nursery:
-        unix_side = _Side(app_trusted, sockets.unix, shutdown, nursery)
-        tcp_side = _Side(app_tcp, sockets.tcp, shutdown, nursery)
-        accepting = [await nursery.start(unix_side.accept), await nursery.start(tcp_side.accept)]
+        sides = [_Side(app_trusted, sockets.unix, shutdown, nursery)]
+        if sockets.tcp is not None:
+            assert app_tcp is not None
+            sides.append(_Side(app_tcp, sockets.tcp, shutdown, nursery))
+        accepting = [await nursery.start(side.accept) for side in sides]
         task_status.started(sockets.port)
         await shutdown.wait()
         for scope in accepting:
             scope.cancel()
-        sides = (unix_side, tcp_side)
         for side in sides:
             side.hurry()
             await side.context.terminated.set()

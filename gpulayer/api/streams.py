@@ -65,6 +65,11 @@ def wants_sse(request: Request) -> bool:
     return SSE in request.headers.get("accept", "")
 
 
+def last_event_id(request: Request) -> str:
+    """The offset with which a browser's EventSource reconnects, of what it has seen; else empty."""
+    return request.headers.get("last-event-id", "")
+
+
 class Stream(Response):
     """Sends what a source yields. What can be refused is refused before this is made."""
 

@@ -34,7 +34,7 @@ async def create_token(request: Request) -> Response:
 async def revoke_token(request: Request) -> Response:
     node = node_of(request)
     Query(request, ())
-    token_id = TokenId(request.path_params["token"])
+    token_id = TokenId(request.path_params["token_id"])
     if token_id not in node.state.tokens:
         raise NotFound(f"there is no token {shown(token_id)}", hint="gpulayer token list shows the ids")
     await node.propose(RevokeToken(token=token_id))
@@ -44,5 +44,5 @@ async def revoke_token(request: Request) -> Response:
 ROUTES = [
     Route("/v1/tokens", list_tokens, methods=["GET"]),
     Route("/v1/tokens", create_token, methods=["POST"]),
-    Route("/v1/tokens/{token}", revoke_token, methods=["DELETE"]),
+    Route("/v1/tokens/{token_id}", revoke_token, methods=["DELETE"]),
 ]

@@ -52,6 +52,13 @@ _GROUPS = {
             "cancel": ("gpulayer.cli.jobs:job_cancel", "Stop every replica of it, or of several."),
         },
     ),
+    "resources": (
+        "What there is of GPUs, CPUs, memory and disk.",
+        {
+            "detect": ("gpulayer.cli.resources:resources_detect", "What this machine has; asks no daemon."),
+            "list": ("gpulayer.cli.resources:resources_list", "Stock over the cluster: idle and all, by model."),
+        },
+    ),
     "token": (
         "API tokens, for clients that do not use the daemon's socket.",
         {

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.render import clean, counted, note, pairs, reason_text, say, say_json, say_now, table, utc
+from gpulayer.cli.render import (
+    Row,
+    clean,
+    counted,
+    fitted_table,
+    gpus_of,
+    note,
+    pairs,
+    reason_text,
+    say,
+    say_json,
+    say_now,
+    say_wrapped,
+    short_names,
+    utc,
+)
 from gpulayer.model.units import format_duration, format_size
 
 
@@ -24,29 +39,34 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
     if json:
         say_json(found)
         return
-    say(
+    say_wrapped(
         pairs(
             cluster=found["cluster_id"],
             leader=found["leader"],
             node=found["node"],
             version=found["version"],
             up=format_duration(round(found["uptime_seconds"])),
-        )
+        ),
+        indent="  ",
+        first="",
     )
-    for warning in found["warnings"]:
+    for warning in [*found["warnings"], *_undetected(found["nodes"], found["warnings"])]:
         say(f"warning: {clean(warning)}")
     say()
-    table(
+    fitted_table(
         ("NODE", "STATE", "ADDRESS", "CPUS FREE", "MEMORY FREE", "GPUS FREE"),
-        [_node_row(node) for node in found["nodes"]],
+        [Row(_node_cells(node)) for node in found["nodes"]],
+        names=("NODE", "ADDRESS"),
     )
     if found["gpus"]:
         say()
-        table(("GPU", "FREE", "ALL"), [(gpu["model"], f"{gpu['free']:g}", f"{gpu['all']:g}") for gpu in found["gpus"]])
+        stock = [Row((gpu["model"], f"{gpu['free']:g}", f"{gpu['all']:g}")) for gpu in found["gpus"]]
+        fitted_table(("MODEL", "FREE", "ALL"), stock, names=("MODEL",))
         say()
-        table(
-            ("NODE", "DEVICE", "MEMORY", "FREE", "HELD BY"),
-            [_device_row(node, device) for node in found["nodes"] for device in _gpus(node)],
+        fitted_table(
+            ("NODE", "GPU", "MODEL", "MEMORY", "FREE", "HELD BY"),
+            [row for node in found["nodes"] for row in _device_rows(node)],
+            names=("NODE", "GPU", "MODEL"),
         )
     say()
     by_state = ", ".join(f"{count} {state}" for state, count in found["jobs"].items() if count)
@@ -61,9 +81,20 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
             say(f"  {clean(job['name'])} is {job['state']}, {ready}{why and ': ' + why}")
 
 
-def _node_row(node: dict[str, Any]) -> tuple[object, ...]:
-    gpus = _gpus(node)
-    free = sum(device["share_free"] for device in gpus if not device["unhealthy"])
+def _undetected(nodes: Iterable[dict[str, Any]], told: Collection[str]) -> list[str]:
+    """Why a node does not know its GPUs, with what to do about it; the node that answers has told its own."""
+    return [
+        f"{node['name']}: {why}"
+        for node in nodes
+        if node["gpu_detect"] == "error"
+        for why in node["undetected"]
+        if why not in told
+    ]
+
+
+def _node_cells(node: dict[str, Any]) -> tuple[object, ...]:
+    gpus = gpus_of(node)
+    free = sum(device["share_free"] for device in gpus)
     return (
         node["name"],
         ",".join([node["state"], *node["marks"]]),
@@ -74,24 +105,24 @@ def _node_row(node: dict[str, Any]) -> tuple[object, ...]:
     )
 
 
-def _gpus(node: dict[str, Any]) -> list[dict[str, Any]]:
-    return [device for device in node["devices"] if device["kind"] != "cpu"]
+def _device_rows(node: dict[str, Any]) -> list[Row]:
+    gpus = gpus_of(node)
+    names = short_names(gpus, node["id"])
+    return [_device_row(node["name"], names[device["uuid"]], device) for device in gpus]
 
 
-def _device_row(node: dict[str, Any], device: dict[str, Any]) -> tuple[object, ...]:
+def _device_row(node: str, name: str, device: dict[str, Any]) -> Row:
+    """What is wrong with it is said in its row, and why under it."""
     held = [
         f"{holder['name']}.{holder['replica']}" + ("" if holder["share"] == 1 else f" {holder['share']:g}")
         for holder in device["held_by"]
     ]
-    if device["unhealthy"]:
-        held.insert(0, f"unhealthy: {device['unhealthy']}")
-    return (
-        node["name"],
-        device["model"],
-        format_size(device["memory_mib"]),
-        f"{device['share_free']:g}",
-        ", ".join(held) or "-",
-    )
+    held += ["others"] if device["foreign"] else []
+    held[:0] = ["unhealthy"] if device["unhealthy"] else []
+    notes = [f"unhealthy: {device['unhealthy']}"] if device["unhealthy"] else []
+    notes += [f"used by others: {device['foreign']}"] if device["foreign"] else []
+    free = f"{device['share_free']:g}"
+    return Row((node, name, device["model"], format_size(device["memory_mib"]), free, ", ".join(held) or "-"), notes)
 
 
 def events(

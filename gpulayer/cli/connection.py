@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,21 @@ class Connection:
     data_dir: Annotated[
         str | None, Parameter(help="Data directory of the daemon on this host ($GPULAYER_DATA_DIR).")
     ] = None
+
+    def names_a_daemon(self) -> bool:
+        """Whether one is named by a URL, or has made its socket where this user's daemon has it."""
+        from gpulayer.client.address import UnixSocket, find_address
+
+        address = find_address(self.url, self.data_dir, os.environ)
+        if not isinstance(address, UnixSocket) or self.url or (os.environ.get("GPULAYER_URL") and not self.data_dir):
+            return True
+        try:
+            os.stat(address.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            pass  # it is not for us to see: whoever asks there hears why
+        return True
 
     def client(self, *, meanwhile: str = "the job runs on; Ctrl-C leaves it") -> Client:
         """`meanwhile`: what is said of what is followed while no daemon answers."""

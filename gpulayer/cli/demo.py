@@ -23,8 +23,9 @@ from pathlib import Path
 from types import FrameType
 
 from gpulayer.cli.render import say_now
+from gpulayer.client.calls import Document
 from gpulayer.client.requests import service
-from gpulayer.client.sync import Client, Document, Job, connect
+from gpulayer.client.sync import Client, Job, connect
 from gpulayer.model.errors import GpulayerError, WaitTimeout
 from gpulayer.model.units import format_duration
 

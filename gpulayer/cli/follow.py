@@ -8,13 +8,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpulayer.cli.failure import NOT_THE_JOBS_OWN, Interrupted
 from gpulayer.cli.jobs import exit_text, log_text
 from gpulayer.cli.render import clean, note, reason_sentence, say, say_json
+from gpulayer.client.calls import Document
 from gpulayer.client.logs import LogLine
-from gpulayer.client.sync import ENDED_STATES, Document, Job, ended, is_all_ready, waiting_for
+from gpulayer.client.sync import Job
+from gpulayer.client.waits import ENDED_STATES, ended, is_all_ready, waiting_for
 from gpulayer.model.errors import GpulayerError, JobEnded, Unreachable, WaitTimeout
 from gpulayer.model.units import format_duration
 
@@ -35,20 +37,23 @@ _LINES_ABOUT_A_RUN = 4
 _LOG_END_SECONDS_MAX = 2.0
 
 
-def until_ready(job: Job, wait_seconds: float | None, *, is_restarted_for_ever: bool, json: bool) -> None:
+def until_ready(
+    job: Job, wait_seconds: float | None, *, is_restarted_for_ever: bool, json: bool, in_foreground: bool = False
+) -> None:
     """Tell on stderr how a service gets on; at last its id and one host:port per replica on stdout.
 
     Raises JobEnded with the reason where it ends, WaitTimeout with what it still waits for, Interrupted on Ctrl-C;
-    the service itself goes on in the last two.
+    the service itself goes on in the last two. `in_foreground`: its log is shown anyway, and Ctrl-C stops it.
     """
     status: Document | None = None
-    progress = _ServiceProgress(job, is_restarted_for_ever=is_restarted_for_ever)
+    progress = _ServiceProgress(job, is_restarted_for_ever=is_restarted_for_ever, in_foreground=in_foreground)
     progress.begin()
     try:
         for status in job.watch(wait_seconds):
             progress.tell(status)
             if status["state"] in ENDED_STATES:
-                _say_last_lines(status)
+                if not in_foreground:
+                    _say_last_lines(status)
                 raise ended(status)
             if is_all_ready(status):
                 _say_ready(status, json=json)
@@ -108,14 +113,24 @@ def _say_last_lines(status: Mapping[str, Any]) -> None:
             note(f"  {clean(line)}")
 
 
-def waiting_words(replica: Mapping[str, Any]) -> tuple[str, str]:
-    """What is said behind `replica 0` of one that was not placed, and the hint; empty where it will be in a moment."""
+class Words(NamedTuple):
+    """What is said behind `replica 0`; empty: nothing is."""
+
+    text: str = ""
+    hint: str = ""
+    is_warning: bool = False
+    """Nothing but a person can change it."""
+
+
+def waiting_words(replica: Mapping[str, Any]) -> Words:
+    """Of one that was not placed, unless it will be in a moment."""
     reason = replica["reason"]
     if replica["state"] != "waiting" or not reason or reason["code"] in _AS_EVERY_START:
-        return "", ""
+        return Words()
     sentence = reason_sentence(reason)
-    is_for_ever = sentence.startswith("cannot ever run here")
-    return sentence if is_for_ever else f"waits: {sentence}", reason["hint"]
+    if reason["code"] == "never_fits":
+        return Words(sentence, reason["hint"], is_warning=True)
+    return Words(f"waits: {sentence}", reason["hint"])
 
 
 class _Progress(ABC):
@@ -148,30 +163,37 @@ class _Progress(ABC):
 
     def _tell(self, status: Mapping[str, Any]) -> None:
         # Where several say the same, it is said once.
-        news: dict[tuple[str, str], list[int]] = {}
+        news: dict[Words, list[int]] = {}
         for replica in status["replicas"]:
-            words, hint = self._words(replica)
-            if words and self._told.get(replica["index"]) != (replica["attempt"], replica["run"], words):
-                news.setdefault((words, hint), []).append(replica["index"])
-            self._told[replica["index"]] = (replica["attempt"], replica["run"], words)
-        for (words, hint), indexes in news.items():
-            self._say(indexes, words, hint)
+            words = self._words(replica)
+            if words.text and self._told.get(replica["index"]) != (replica["attempt"], replica["run"], words.text):
+                news.setdefault(words, []).append(replica["index"])
+            self._told[replica["index"]] = (replica["attempt"], replica["run"], words.text)
+        for words, indexes in news.items():
+            self._say(indexes, words)
 
-    def _say(self, indexes: list[int], words: str, hint: str) -> None:
+    def _say(self, indexes: list[int], words: Words) -> None:
         self._news_at = time.monotonic()
-        warning = "warning: " if words.startswith("cannot ever") else ""
-        note(f"{self.prefix}{warning}{_named(indexes)}{' ' if warning else ': '}{words}")
+        said = f"warning: {_named(indexes)} {words.text}" if words.is_warning else f"{_named(indexes)}: {words.text}"
+        note(f"{self.prefix}{said}")
+        self._advise(words.hint)
+
+    def _advise(self, hint: str) -> None:
         if hint and hint not in self._hints:
             self._hints.add(hint)
             note(f"hint: {clean(hint)}")
 
     @abstractmethod
-    def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
+    def _words(self, replica: Mapping[str, Any]) -> Words:
         """What the state of a replica is worth a line for, and the hint that goes with it."""
 
     @abstractmethod
     def _is_held(self, replica: Mapping[str, Any]) -> bool:
         """Whether it is one that is waited for, and of which nothing else is heard."""
+
+    def _hint_for_waiting(self, held: list[Mapping[str, Any]]) -> str:
+        """What whoever waits long for `held` may want to know; empty for nothing."""
+        return ""
 
     def _remind(self) -> None:
         patience_seconds = _REMIND_SECONDS
@@ -189,6 +211,7 @@ class _Progress(ABC):
                     held = [replica for replica in self._latest["replicas"] if self._is_held(replica)]
                     if held:
                         note(f"{self.prefix}still waiting: {clean(waiting_for({'replicas': held}))}")
+                        self._advise(self._hint_for_waiting(held))
                     patience_seconds += min(patience_seconds, _REMIND_SECONDS_MAX)
 
 
@@ -204,10 +227,11 @@ def _named(indexes: Iterable[int]) -> str:
 class _ServiceProgress(_Progress):
     """Also where each replica is, once it takes longer than most; that it is ready; how its runs end."""
 
-    def __init__(self, job: Job, *, is_restarted_for_ever: bool) -> None:
+    def __init__(self, job: Job, *, is_restarted_for_ever: bool, in_foreground: bool) -> None:
         super().__init__()
         self._job = job
         self._is_restarted_for_ever = is_restarted_for_ever
+        self._in_foreground = in_foreground
         self._exits: dict[int, tuple[int, int]] = {}
         self._placed: dict[int, int] = {}
         """The attempt whose place was said, or needs no saying any more."""
@@ -235,54 +259,66 @@ class _ServiceProgress(_Progress):
         self._exits[replica["index"]] = which
         if is_told:
             return 0
-        self._say([replica["index"]], clean(last_exit["text"]), "")
+        self._say([replica["index"]], Words(clean(last_exit["text"])))
         return int(last_exit["run"]) if last_exit["ended_by"] == "itself" else 0
 
     def _explain(self, index: int, run: int, reason: Mapping[str, Any] | None) -> None:
         """The first run that failed: its last words, and what happens from here on."""
+        if not self._in_foreground:
+            self._say_last_words(index, run)
+        if reason and reason["hint"] and reason["code"] not in _AS_EVERY_START:
+            self._hints.add(reason["hint"])
+            note(f"hint: {clean(reason['hint'])}")
+        if self._is_restarted_for_ever:
+            note(
+                "it is restarted until Ctrl-C stops it"
+                if self._in_foreground
+                else "it is restarted until it is cancelled: Ctrl-C leaves it, "
+                f"`gpulayer job cancel {self._job.name}` stops it"
+            )
+
+    def _say_last_words(self, index: int, run: int) -> None:
         try:
             lines = list(self._job.logs(replica=index, run=run, tail=_LAST_LINES + _LINES_ABOUT_A_RUN))
         except GpulayerError:
             lines = []
         for line in [line for line in lines if line.kind == "output"][-_LAST_LINES:]:
             note(f"  {clean(line.text)}")
-        if reason and reason["hint"] and reason["code"] not in _AS_EVERY_START:
-            self._hints.add(reason["hint"])
-            note(f"hint: {clean(reason['hint'])}")
-        if self._is_restarted_for_ever:
-            note(
-                "it is restarted until it is cancelled: Ctrl-C leaves it, "
-                f"`gpulayer job cancel {self._job.name}` stops it"
-            )
 
-    def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
+    def _words(self, replica: Mapping[str, Any]) -> Words:
         reason = replica["reason"]
         match replica["state"]:
             case "ready":
-                return f"ready at {replica['endpoint']}" if replica["endpoint"] else "ready", ""
+                return Words(f"ready at {replica['endpoint']}" if replica["endpoint"] else "ready")
             case "waiting":
                 return waiting_words(replica)
             case "assigned" | "starting" if not reason or reason["code"] in _AS_EVERY_START:
                 if not self._is_late or self._placed.get(replica["index"]) == replica["attempt"]:
-                    return "", ""
+                    return Words()
                 self._placed[replica["index"]] = replica["attempt"]
-                return f"placed on {replica['node']}", ""
+                return Words(f"placed on {replica['node']}")
             case "assigned" | "starting":
-                return reason_sentence(reason), reason["hint"]
+                return Words(reason_sentence(reason), reason["hint"])
             case "backing_off":
                 self._placed[replica["index"]] = replica["attempt"]
                 # Its hint comes behind its last words.
-                return reason_sentence(reason) or "restarts", ""
+                return Words(reason_sentence(reason) or "restarts")
             case "stopping" if reason and reason["code"] == "never_ready":
                 # The same is said in a moment, when it has ended.
-                return "", ""
+                return Words()
             case state:
                 words = state.replace("_", " ")
-                return f"{words}: {reason_sentence(reason)}" if reason else words, ""
+                hint = reason["hint"] if reason and state == "unready" else ""
+                return Words(f"{words}: {reason_sentence(reason)}" if reason else words, hint)
 
     def _is_held(self, replica: Mapping[str, Any]) -> bool:
         # Of one that fails again and again there is a line for each time.
         return replica["state"] not in ("ready", "backing_off", "ended")
+
+    def _hint_for_waiting(self, held: list[Mapping[str, Any]]) -> str:
+        if self._in_foreground or all(replica["state"] != "starting" for replica in held):
+            return ""
+        return f"see what it does with: gpulayer job logs {self._job.name} -f; Ctrl-C ends only the waiting"
 
 
 class _BatchProgress(_Progress):
@@ -292,7 +328,7 @@ class _BatchProgress(_Progress):
 
     prefix = "gpulayer: "
 
-    def _words(self, replica: Mapping[str, Any]) -> tuple[str, str]:
+    def _words(self, replica: Mapping[str, Any]) -> Words:
         return waiting_words(replica)
 
     def _is_held(self, replica: Mapping[str, Any]) -> bool:
@@ -340,6 +376,8 @@ class _Output(threading.Thread):
         self.join(_LOG_END_SECONDS_MAX)
         with self._lock:
             self._is_over = True
+        if isinstance(self.failed, OSError):
+            raise self.failed
         if self.is_alive() or self.failed is not None:
             try:
                 for line in self._job.logs(after=self._last):

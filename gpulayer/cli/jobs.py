@@ -14,8 +14,10 @@ from gpulayer.cli.cluster import say_events
 from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.options import job_and_replica, moment, whole_job
 from gpulayer.cli.render import ago, clean, note, pairs, reason_text, say, say_json, say_now, table, utc
+from gpulayer.client.calls import Document
 from gpulayer.client.logs import LogLine
-from gpulayer.client.sync import ENDED_STATES, Client, Document, Job, ended
+from gpulayer.client.sync import Client, Job
+from gpulayer.client.waits import ENDED_STATES, ended
 from gpulayer.model.errors import GpulayerError, InvalidRequest, NotFound, WaitTimeout
 from gpulayer.model.units import format_duration, parse_duration
 

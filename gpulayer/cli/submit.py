@@ -10,10 +10,12 @@ from cyclopts import Group, Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.failure import Interrupted, SubmitFailed
+from gpulayer.cli.forewarn import forewarn
 from gpulayer.cli.options import key_value
 from gpulayer.cli.render import clean, note, pairs, say, say_json
+from gpulayer.client.calls import Document
 from gpulayer.client.requests import RETRY_OF_BATCH, RETRY_OF_SERVICE, JobRequest, Retry, batch, service
-from gpulayer.client.sync import Client, Document, Job
+from gpulayer.client.sync import Client, Job
 from gpulayer.model.errors import GpulayerError, InvalidRequest
 from gpulayer.model.units import parse_count, parse_duration
 
@@ -51,6 +53,7 @@ def submit(
     workdir: Annotated[str | None, Parameter(group=_PROCESS)] = None,
     stop_signal: Annotated[str | None, Parameter(group=_PROCESS)] = None,
     stop_grace: Annotated[str | None, Parameter(group=_PROCESS)] = None,
+    target: Annotated[Literal["remote", "local"] | None, Parameter(group=_SHOW)] = None,
     wait: Annotated[str | None, Parameter(group=_SHOW)] = None,
     detach: Annotated[bool, Parameter(group=_SHOW)] = False,
     dry_run: Annotated[bool, Parameter(group=_SHOW)] = False,
@@ -61,7 +64,7 @@ def submit(
 
     A service's submit returns when every replica is ready and prints the job's id and one host:port per replica. A
     batch stays attached, shows its output, and returns at its end with its exit code (128+n for a signal, 125 where it
-    has none). Ctrl-C leaves the job running.
+    has none). Ctrl-C leaves the job running, unless it runs here (--target local).
 
     Parameters
     ----------
@@ -119,8 +122,12 @@ def submit(
         Signal that asks it to stop (default TERM).
     stop_grace
         Time between that signal and KILL (default 10s).
+    target
+        remote hands it to a daemon; local runs it here, in the foreground, without one: Ctrl-C stops it (default:
+        remote if a URL is given or a daemon's socket is there, else local).
     wait
-        Wait no longer than this, e.g. 5m, to be ready (a batch: to end); exit code 124 after it, and the job goes on.
+        Wait no longer than this, e.g. 5m, to be ready (a batch: to end); exit code 124 after it, and the job goes on
+        (with --target local it is stopped).
     detach
         Print the id and return.
     dry_run
@@ -137,9 +144,12 @@ def submit(
         if detach and wait is not None:
             raise InvalidRequest("--wait and --detach exclude each other", hint="leave out one of them")
         wait_seconds = None if wait is None else parse_duration(wait, "wait")
-        request, client = request_from_keys(keys), connection.client()
-        _check_workdir(request, client)
-        _tell_of_files_here(request, client)
+        request = request_from_keys(keys)
+        if _is_for_here(target, connection, detach=detach):
+            return _submit_here(request, connection, wait_seconds, dry_run=dry_run, json=json)
+        client = connection.client()
+        _check_workdir(request, is_local=client.is_local)
+        forewarn(request.spec, client)
         if dry_run:
             return _say_dry_run(client.dry_run(request), json=json)
         answer = _submitted(client, request)
@@ -158,6 +168,32 @@ def _asked(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_for_here(target: Literal["remote", "local"] | None, connection: Connection, *, detach: bool) -> bool:
+    if target == "local" and connection.url:
+        raise InvalidRequest("--url and --target local exclude each other", hint="leave out one of them")
+    if target == "local" and detach:
+        raise InvalidRequest(
+            "--detach does not go with --target local: nobody would be there to look after the job",
+            hint="start a daemon with `gpulayer up`, or leave out one of them",
+        )
+    if target is not None or detach or connection.names_a_daemon():
+        return target == "local"
+    note("no daemon here: runs in the foreground; `gpulayer up` starts one")
+    return True
+
+
+def _submit_here(
+    request: JobRequest, connection: Connection, wait_seconds: float | None, *, dry_run: bool, json: bool
+) -> int:
+    from gpulayer.cli.local import asked_here, run_here
+
+    _check_workdir(request, is_local=True)
+    if dry_run:
+        with asked_here(connection) as client:
+            return _say_dry_run(client.dry_run(request), json=json)
+    return run_here(connection, request, wait_seconds, json=json)
+
+
 def _submitted(client: Client, request: JobRequest) -> Document:
     try:
         return client.submit_document(request)
@@ -173,7 +209,7 @@ def _detach(job: Job, answer: Document, *, json: bool) -> int:
         say_json(answer)
     else:
         say(answer["id"])
-    _warn_of_what_waits(job)
+    _say_warning(answer.get("warning"))
     return 0
 
 
@@ -196,26 +232,19 @@ def _is_restarted_for_ever(request: JobRequest) -> bool:
     return request.spec.max_restarts is None and request.spec.restart == "always"
 
 
-def _warn_of_what_waits(job: Job) -> None:
-    """Of a job that nobody stays with: what would keep it waiting until a person does something. Costs 3 ms."""
-    try:
-        status = job.status()
-    except GpulayerError:
-        # It is accepted all the same.
-        return
-    for replica in status["replicas"]:
-        reason = replica["reason"] if replica["state"] == "waiting" else None
-        if reason and (reason["text"].startswith("cannot ever run here") or "--spread any" in reason["hint"]):
-            waits = "" if reason["text"].startswith("cannot") else "waits: "
-            note(f"warning: replica {replica['index']} {waits}{clean(reason['text'])}")
-            note(f"hint: {clean(reason['hint'])}")
-            return
+def _say_warning(reason: Document | None) -> None:
+    """What will keep it waiting until a person does something; None: nothing."""
+    if reason:
+        waits = "" if reason["code"] == "never_fits" else "it waits: "
+        note(f"warning: {waits}{clean(reason['text'])}")
+        note(f"hint: {clean(reason['hint'])}")
 
 
 def _say_dry_run(found: Document, *, json: bool) -> int:
     """Exit code 0 where it fits, else 1: the answer to a question, so no error is told."""
     if json:
         say_json(found)
+        _say_warning(found.get("warning"))
         return 0 if found["fits"] else 1
     for replica in found["replicas"]:
         devices = ",".join(device["uuid"] for device in replica["devices"])
@@ -223,24 +252,14 @@ def _say_dry_run(found: Document, *, json: bool) -> int:
         for refusal in replica["refusals"]:
             say(f"  not on {clean(refusal['node'])}: {refusal['code']}: {clean(refusal['text'])}")
     say(clean(found["summary"]))
+    if found.get("warning"):
+        note(f"hint: {clean(found['warning']['hint'])}")
     return 0 if found["fits"] else 1
 
 
-def _tell_of_files_here(request: JobRequest, client: Client) -> None:
-    """Where a word of the command is a file in this directory, and the job will run elsewhere."""
-    if request.spec.workdir is not None or not client.is_local:
-        return
-    program, *arguments = request.spec.argv
-    # A program without a slash is looked up in PATH, not here.
-    for word in ([program] if "/" in program else []) + arguments:
-        if word and not os.path.isabs(word) and os.path.isfile(word):
-            note(f"note: {clean(word)} is in this directory, but the job runs in a sandbox of its own; add --workdir .")
-            return
-
-
-def _check_workdir(request: JobRequest, client: Client) -> None:
+def _check_workdir(request: JobRequest, *, is_local: bool) -> None:
     workdir = request.spec.workdir
-    if workdir is not None and client.is_local and not os.path.isdir(workdir):
+    if workdir is not None and is_local and not os.path.isdir(workdir):
         what = "is not a directory" if os.path.exists(workdir) else "does not exist"
         raise InvalidRequest(f"workdir: {workdir} {what}", hint="make it first, or leave --workdir out for a sandbox")
 
@@ -267,7 +286,7 @@ def request_from_keys(keys: Mapping[str, Any]) -> JobRequest:
     if "no_port" in keys:
         made["port"] = not keys["no_port"]
     if is_service:
-        return service(keys["command"], **made)
+        return _in_our_words(lambda: service(keys["command"], **made))
     # A batch has no port anyway; the words for the other three are those that a service would have needed.
     made.pop("port", None)
     for key in ("restart", "max_restarts", "start_timeout_seconds"):
@@ -276,7 +295,17 @@ def request_from_keys(keys: Mapping[str, Any]) -> JobRequest:
         elif key in made:
             option = key.removesuffix("_seconds").replace("_", "-")
             raise InvalidRequest(f"{option} is for services; a batch runs once", hint="add --service, or leave it out")
-    return batch(keys["command"], **made)
+    return _in_our_words(lambda: batch(keys["command"], **made))
+
+
+def _in_our_words(make: Callable[[], JobRequest]) -> JobRequest:
+    """What is wrong is said in Python's words; its cause has the command line's."""
+    try:
+        return make()
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, InvalidRequest):
+            raise error.__cause__ from None
+        raise
 
 
 def _plain(value: Any) -> Any:

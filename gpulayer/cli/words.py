@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GLOBALS = ("--url", "--token", "--data-dir")
-_GROUPS = ("job", "token")
+_GROUPS = ("job", "resources", "token")
 
 # Options of submit that take no value; all others take one. A test holds this against submit's own signature.
 SUBMIT_FLAGS = frozenset(

@@ -48,7 +48,7 @@ class Loopback:
 Address: TypeAlias = UnixSocket | Loopback
 
 
-def find_address(url: str | None, data_dir: str | None, environ: Mapping[str, str]) -> Address:
+def find_address(url: str | None, data_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Address:
     """What is said wins over the environment, a URL over a data directory; else the socket where this user's daemon
     has it.
 
@@ -64,6 +64,8 @@ def find_address(url: str | None, data_dir: str | None, environ: Mapping[str, st
 
 def parse_url(url: str, what: str = "url") -> Address:
     """`unix:///path`, or `http://127.0.0.1:7450` (the port may be left out)."""
+    if not isinstance(url, str):
+        raise InvalidRequest(f"{what}: {url!r:.80} is not text", hint="write unix:///path or http://127.0.0.1:7450")
     scheme, separator, rest = url.partition("://")
     if separator and scheme == "unix":
         if not rest.startswith("/"):

@@ -1,6 +1,7 @@
 """What a program asks for: `service(…)` and `batch(…)` make a request that was checked when it was made.
 
-Pure but for one thing: a relative `workdir` is read from the caller's current directory. Sending is sync.py's.
+Pure but for one thing: a relative `workdir` is read from the caller's current directory. Sending is sync.py's and
+aio.py's.
 """
 
 from __future__ import annotations
@@ -9,21 +10,49 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from gpulayer.client.keys import (
+    flag,
+    in_python,
+    path,
+    patterns,
+    quantity,
+    seconds,
+    seconds_or_none,
+    size_mib,
+    text,
+    text_or_none,
+    text_pairs,
+    whole,
+    words_of,
+    wrong,
+)
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.model.ids import name_from_command
-from gpulayer.model.job import JobSpec, Requirements, RestartWhen, sorted_pairs
-from gpulayer.model.units import MILLI, parse_gpus, parse_size
+from gpulayer.model.job import JobSpec, Requirements, RestartWhen
+from gpulayer.model.units import MILLI, parse_gpus
+
+if TYPE_CHECKING:
+    from signal import Signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """How often a replica is placed again after its node was lost; `max_attempts=0`: never."""
+    """How often a replica is placed again after its node was lost; `max_attempts=0`: never. Raises InvalidRequest."""
 
     max_attempts: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= whole("max_attempts", self.max_attempts) <= _ATTEMPTS_MAX:
+            raise InvalidRequest(
+                f"max_attempts: {self.max_attempts} is not between 0 and {_ATTEMPTS_MAX}",
+                hint="write it like gl.Retry(max_attempts=3)",
+            )
 
+
+# What the model allows (model/job.py).
+_ATTEMPTS_MAX = 1_000_000
 RETRY_OF_SERVICE = Retry(max_attempts=10)
 RETRY_OF_BATCH = Retry(max_attempts=0)
 
@@ -35,6 +64,10 @@ class JobRequest:
     spec: JobSpec
     is_named: bool
     """False: the name in `spec` was made from the command, and the node adds a suffix where it is in use."""
+
+    def __repr__(self) -> str:
+        # Short, and without the environment, which may hold secrets.
+        return f"<JobRequest {self.spec.kind} {self.spec.name}: {' '.join(self.spec.argv):.60}>"
 
     def body(self) -> dict[str, Any]:
         """The body of POST /v1/jobs: every key; no name where none was given."""
@@ -71,7 +104,7 @@ class JobRequest:
 
 
 def service(
-    command: Sequence[str],
+    command: Sequence[str | os.PathLike[str]],
     *,
     name: str | None = None,
     replicas: int = 1,
@@ -94,40 +127,41 @@ def service(
     on_replica_end: Literal["stop", "keep"] = "stop",
     timeout_seconds: float | None = None,
     start_timeout_seconds: float | None = None,
-    stop_signal: str = "TERM",
+    stop_signal: str | Signals = "TERM",
     stop_grace_seconds: float = 10.0,
 ) -> JobRequest:
     """A service: copies of a command that are kept running.
 
     The keys are those of `gpulayer submit --service`. `command` is the program and its arguments, no shell between.
     `gpus` and `cpus` are numbers per replica (0.5 is a share), `gpu_memory` and `memory` sizes such as "24GiB",
-    `gpu_model` one pattern or several. With `port`, the node picks a free port and sets $PORT; the service must listen
-    on it. A relative `workdir` counts from the current directory. Raises InvalidRequest, naming the key.
+    `gpu_model` one pattern or several, `env` and `labels` text by name. With `port`, the node picks a free port and
+    sets $PORT; the service must listen on it. A relative `workdir` counts from the current directory. Raises
+    InvalidRequest, naming the key.
     """
     return _request(
         "service",
         command,
         name=name,
-        replicas=replicas,
+        replicas=whole("replicas", replicas),
         requirements=_requirements(accelerator, gpus, gpu_model, gpu_memory, vendor, cpus, memory, labels),
-        env=_text_pairs("env", env),
+        env=text_pairs("env", env),
         workdir=_absolute(workdir),
-        port=port,
+        port=flag("port", port, "the node picks a free port and sets $PORT for the command"),
         restart=restart,
-        max_restarts=max_restarts,
-        retry_max_attempts=retry.max_attempts,
+        max_restarts=None if max_restarts is None else whole("max_restarts", max_restarts),
+        retry_max_attempts=_retry(retry),
         spread=spread,
-        priority=priority,
+        priority=whole("priority", priority),
         on_replica_end=on_replica_end,
-        timeout_seconds=timeout_seconds,
-        start_timeout_seconds=start_timeout_seconds,
+        timeout_seconds=seconds_or_none("timeout_seconds", timeout_seconds),
+        start_timeout_seconds=seconds_or_none("start_timeout_seconds", start_timeout_seconds),
         stop_signal=_signal(stop_signal),
-        stop_grace_seconds=stop_grace_seconds,
+        stop_grace_seconds=seconds("stop_grace_seconds", stop_grace_seconds),
     )
 
 
 def batch(
-    command: Sequence[str],
+    command: Sequence[str | os.PathLike[str]],
     *,
     name: str | None = None,
     replicas: int = 1,
@@ -146,7 +180,7 @@ def batch(
     priority: int = 50,
     on_replica_end: Literal["stop", "keep"] = "stop",
     timeout_seconds: float | None = None,
-    stop_signal: str = "TERM",
+    stop_signal: str | Signals = "TERM",
     stop_grace_seconds: float = 10.0,
 ) -> JobRequest:
     """A batch: a command that runs to its end, once per replica; it succeeds when every replica exited 0.
@@ -158,30 +192,29 @@ def batch(
         "batch",
         command,
         name=name,
-        replicas=replicas,
+        replicas=whole("replicas", replicas),
         requirements=_requirements(accelerator, gpus, gpu_model, gpu_memory, vendor, cpus, memory, labels),
-        env=_text_pairs("env", env),
+        env=text_pairs("env", env),
         workdir=_absolute(workdir),
         port=False,
         restart="never",
-        retry_max_attempts=retry.max_attempts,
+        retry_max_attempts=_retry(retry),
         spread=spread,
-        priority=priority,
+        priority=whole("priority", priority),
         on_replica_end=on_replica_end,
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=seconds_or_none("timeout_seconds", timeout_seconds),
         stop_signal=_signal(stop_signal),
-        stop_grace_seconds=stop_grace_seconds,
+        stop_grace_seconds=seconds("stop_grace_seconds", stop_grace_seconds),
     )
 
 
-def _request(kind: Literal["service", "batch"], command: Sequence[str], *, name: str | None, **keys: Any) -> JobRequest:
-    if isinstance(command, str | bytes):
-        raise InvalidRequest(
-            f"the command {command!r} is a string, not a list of words",
-            hint='write it like ["python", "serve.py"], or ["sh", "-c", "…"] to have a shell read it',
-        )
-    argv = tuple(os.fspath(word) for word in command)
-    spec = JobSpec(kind=kind, name=name_from_command(argv) if name is None else name, argv=argv, **keys)
+def _request(
+    kind: Literal["service", "batch"], command: Sequence[str | os.PathLike[str]], *, name: str | None, **keys: Any
+) -> JobRequest:
+    argv = words_of(command)
+    chosen = name_from_command(argv) if name is None else text("name", name)
+    with in_python():
+        spec = JobSpec(kind=kind, name=chosen, argv=argv, **keys)
     return JobRequest(spec=spec, is_named=name is not None)
 
 
@@ -195,23 +228,24 @@ def _requirements(
     memory: str | None,
     labels: Mapping[str, str] | None,
 ) -> Requirements:
-    return Requirements(
-        accelerator=accelerator,
-        gpus_milli=parse_gpus(gpus),
-        gpu_models=(gpu_model,) if isinstance(gpu_model, str) else tuple(gpu_model),
-        gpu_memory_mib=0 if gpu_memory is None else parse_size(gpu_memory, "gpu-memory"),
-        vendor=vendor,
-        cpus_milli=_cpus_milli(cpus),
-        memory_mib=0 if memory is None else parse_size(memory, "memory"),
-        labels=_text_pairs("labels", labels),
-    )
+    with in_python():
+        return Requirements(
+            accelerator=text_or_none("accelerator", accelerator),
+            gpus_milli=parse_gpus(quantity("gpus", gpus)),
+            gpu_models=patterns("gpu_model", gpu_model),
+            gpu_memory_mib=size_mib("gpu_memory", gpu_memory),
+            vendor=text_or_none("vendor", vendor),
+            cpus_milli=_cpus_milli(quantity("cpus", cpus)),
+            memory_mib=size_mib("memory", memory),
+            labels=text_pairs("labels", labels),
+        )
 
 
 def _cpus_milli(value: int | float | str) -> int:
     try:
         number = float(value)
-    except ValueError:
-        raise InvalidRequest(f"cpus: {value!r} is not a number", hint="write 4 or 0.5") from None
+    except (ValueError, OverflowError):
+        raise InvalidRequest(f"cpus: {value!r:.80} is not a number", hint="write 4 or 0.5") from None
     if not math.isfinite(number) or not 0 <= number <= 100_000:
         raise InvalidRequest(f"cpus: {value} is not between 0 and 100000", hint="write 4 or 0.5")
     milli = round(number * MILLI)
@@ -220,17 +254,16 @@ def _cpus_milli(value: int | float | str) -> int:
     return milli
 
 
-def _text_pairs(what: str, mapping: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    for key, value in (mapping or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidRequest(f"{what}: {key!r}: {value!r} is not text", hint="write the value in quotes")
-    return sorted_pairs(mapping or {})
+def _retry(value: Retry) -> int:
+    if not isinstance(value, Retry):
+        raise wrong("retry", value, "a gl.Retry", "write it like retry=gl.Retry(max_attempts=3)")
+    return value.max_attempts
 
 
 def _absolute(workdir: str | os.PathLike[str] | None) -> str | None:
-    return None if workdir is None else os.path.abspath(os.path.expanduser(os.fspath(workdir)))
+    return None if workdir is None else os.path.abspath(os.path.expanduser(path("workdir", workdir)))
 
 
-def _signal(text: str) -> str:
-    """`SIGTERM` and `term` are what people write for TERM."""
-    return text.upper().removeprefix("SIG")
+def _signal(value: str | Signals) -> str:
+    """`signal.SIGTERM`, "SIGTERM" and "term" are what people write for TERM."""
+    return text("stop_signal", getattr(value, "name", value)).upper().removeprefix("SIG")

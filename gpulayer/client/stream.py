@@ -1,25 +1,23 @@
-"""NDJSON streams: documents as they come, with each wait bounded, going on after the connection was lost.
+"""Streams of documents: how bytes become documents, how long one waits for them, and when one asks again.
 
 A daemon may be restarted while somebody follows a log; replicas go on, and so does the stream, from the last offset.
+Pure: transport.py and aio_transport.py read, sleep, and say what time it is.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpulayer.client.transport import NoAnswer, Open, Transport
+from gpulayer.client.calls import Feed
+from gpulayer.client.exchange import NoAnswer
 from gpulayer.model.errors import GpulayerError, Unreachable, WaitTimeout
 
 # The daemon sends an empty line after 15 s without a document; three of them missing is a peer that is gone.
 IDLE_SECONDS_MAX = 45.0
 LINE_BYTES_MAX = 16 * 2**20
-_READ_BYTES = 256 * 1024
 
 # Whoever waits for no time at all asks how it is now, and the daemon needs a moment to say it.
 FIRST_SECONDS_LEAST = 1.0
@@ -29,7 +27,8 @@ RECONNECT_SECONDS_MAX = 60.0
 _LASTED_SECONDS = 1.0
 _RECONNECT_DELAY_SECONDS = 0.1
 _RECONNECT_DELAY_SECONDS_MAX = 2.0
-
+# Never zero: that would make a socket non-blocking.
+_PATIENCE_SECONDS_LEAST = 0.001
 
 # A restart of the daemon takes about a second; what takes longer is worth a word to whoever waits.
 ABSENCE_TOLD_AFTER_SECONDS = 2.0
@@ -62,119 +61,29 @@ class Absence:
 class StreamLost(Unreachable):
     """The connection ended before the stream did."""
 
-
-def documents(transport: Transport, path: str, *, deadline: float = math.inf) -> Iterator[Any]:
-    """What one connection brings. Ends where the daemon ends it; StreamLost where it breaks off; WaitTimeout at
-    `deadline`.
-
-    `deadline` is on time.monotonic().
-    """
-    yield from _documents(transport.open("GET", path, timeout_seconds=_patience(deadline)), deadline)
+    def __init__(self, message: str = "the daemon went away") -> None:
+        super().__init__(message, hint="see its log")
 
 
-def posted_documents(transport: Transport, path: str, body: object) -> Iterator[Any]:
-    """The same for a POST that answers with a stream; never repeated."""
-    yield from _documents(transport.open("POST", path, body=body, timeout_seconds=IDLE_SECONDS_MAX), math.inf)
+class Lines:
+    """The documents in what one connection brings. An empty line only says that the daemon is there."""
 
+    def __init__(self) -> None:
+        self._pending = b""
 
-def resumed_documents(
-    transport: Transport,
-    path_after: Callable[[Any], str],
-    *,
-    deadline: float = math.inf,
-    is_last: Callable[[Any], bool] = lambda document: False,
-    absence: Absence | None = None,
-) -> Iterator[Any]:
-    """The same over any number of connections. `path_after(last)` says where to go on; `last` is None before the first.
+    def documents(self, chunk: bytes) -> Iterator[Any]:
+        """Those that are complete with this chunk."""
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield _document(line)
+        if len(self._pending) > LINE_BYTES_MAX:
+            raise GpulayerError(f"a line of the stream is longer than {LINE_BYTES_MAX} bytes", hint="report this")
 
-    Ends after a document that `is_last`, or where the daemon ends the stream; one that stops, or dies, cuts it. The
-    first connection is tried once, so that a daemon that is not there is said at once; a later one for a minute.
-    WaitTimeout at `deadline`, but not before there was time for the first document.
-    """
-    last: Any = None
-    lost_at: float | None = None
-    delay_seconds = _RECONNECT_DELAY_SECONDS
-    first_by = max(deadline, time.monotonic() + FIRST_SECONDS_LEAST)
-    while True:
-        opened_at: float | None = None
-        until = first_by if last is None else deadline
-        try:
-            opened = transport.open("GET", path_after(last), timeout_seconds=_patience(until))
-            opened_at = time.monotonic()
-            if absence is not None:
-                absence.is_over()
-            for document in _documents(opened, deadline, first_by=until):
-                last, lost_at, delay_seconds = document, None, _RECONNECT_DELAY_SECONDS
-                yield document
-                if is_last(document):
-                    return
-            return
-        except Unreachable as error:
-            if isinstance(error, NoAnswer) and time.monotonic() >= until:
-                raise _waited() from None
-            if lost_at is None and opened_at is None and last is None:
-                raise
-            failure = error
-        now = time.monotonic()
-        if lost_at is None or (opened_at is not None and now - opened_at > _LASTED_SECONDS):
-            # It was there for a while, silent: what is lost now is lost anew.
-            lost_at, delay_seconds = now, _RECONNECT_DELAY_SECONDS
-        if now - lost_at > RECONNECT_SECONDS_MAX:
-            raise failure
-        if now >= deadline:
-            raise _waited()
-        if absence is not None:
-            absence.lasts(now - lost_at)
-        time.sleep(min(_pause(delay_seconds, now - lost_at), max(0.0, deadline - now)))
-        delay_seconds = min(delay_seconds * 2, _RECONNECT_DELAY_SECONDS_MAX)
-
-
-def _pause(delay_seconds: float, away_seconds: float) -> float:
-    """Until the next try, or until it is time to say that there is nobody."""
-    left_seconds = ABSENCE_TOLD_AFTER_SECONDS - away_seconds
-    return min(delay_seconds, left_seconds) if left_seconds > 0 else delay_seconds
-
-
-def _patience(deadline: float) -> float:
-    # Never zero: that would make the socket non-blocking.
-    return max(0.001, min(IDLE_SECONDS_MAX, deadline - time.monotonic()))
-
-
-def _waited() -> WaitTimeout:
-    return WaitTimeout("waited long enough", hint="what was waited for goes on")
-
-
-def _documents(opened: Open, deadline: float, *, first_by: float = -math.inf) -> Iterator[Any]:
-    """`first_by`: how long the first document may take, if that is later than `deadline`."""
-    pending = b""
-    until = max(deadline, first_by)
-    try:
-        while True:
-            if time.monotonic() >= until:
-                raise _waited()
-            opened.socket.settimeout(_patience(until))
-            try:
-                chunk = opened.response.read1(_READ_BYTES)
-            except TimeoutError:
-                if time.monotonic() >= until:
-                    raise _waited() from None
-                raise StreamLost("the daemon has been silent for too long", hint="see its log") from None
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                # ValueError: http.client's words for a chunk whose length was cut off.
-                raise StreamLost("the daemon went away", hint="see its log") from error
-            if not chunk:
-                break
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                if line.strip():
-                    until = deadline
-                    yield _document(line)
-            if len(pending) > LINE_BYTES_MAX:
-                raise GpulayerError(f"a line of the stream is longer than {LINE_BYTES_MAX} bytes", hint="report this")
-        if pending.strip():
-            yield _document(pending)
-    finally:
-        opened.close()
+    def rest(self) -> Iterator[Any]:
+        """What the daemon ended without a newline."""
+        if self._pending.strip():
+            yield _document(self._pending)
 
 
 def _document(line: bytes) -> Any:
@@ -182,3 +91,80 @@ def _document(line: bytes) -> Any:
         return json.loads(line)
     except ValueError as error:
         raise GpulayerError(f"a line of the stream is not JSON ({line[:60]!r})", hint="check --url") from error
+
+
+class Following:
+    """One feed over any number of connections: where to go on, until when, and whether once more.
+
+    The first connection is tried once, so that a daemon that is not there is said at once; a later one for a minute.
+    WaitTimeout after `seconds`, but not before there was time for the first document. `now` is on any monotonic clock,
+    always the same one.
+    """
+
+    def __init__(self, feed: Feed[Any], seconds: float, now: float, absence: Absence | None) -> None:
+        self._feed = feed
+        self._absence = absence
+        self._deadline = now + seconds
+        self._first_by = max(self._deadline, now + FIRST_SECONDS_LEAST)
+        self._last: Any = None
+        self._opened_at: float | None = None
+        self._lost_at: float | None = None
+        self._delay_seconds = _RECONNECT_DELAY_SECONDS
+
+    def path(self) -> str:
+        """Where to ask now."""
+        self._opened_at = None
+        return self._feed.path_after(self._last)
+
+    def opened(self, now: float) -> None:
+        self._opened_at = now
+        if self._absence is not None:
+            self._absence.is_over()
+
+    def got(self, document: Any) -> None:
+        self._last, self._lost_at, self._delay_seconds = document, None, _RECONNECT_DELAY_SECONDS
+
+    def patience(self, now: float) -> float:
+        """Seconds that one wait may take. Raises WaitTimeout where none is left."""
+        if now >= self._until and self._opened_at is not None:
+            raise _waited()
+        return max(_PATIENCE_SECONDS_LEAST, min(IDLE_SECONDS_MAX, self._until - now))
+
+    def silence(self, now: float) -> GpulayerError:
+        """What it means that nothing came for as long as there was patience."""
+        return _waited() if now >= self._until else StreamLost("the daemon has been silent for too long")
+
+    def pause_after(self, error: Unreachable, now: float) -> float:
+        """Seconds until the next try. Raises the error where there is to be none, WaitTimeout where time is over."""
+        if isinstance(error, NoAnswer) and now >= self._until:
+            raise _waited() from None
+        was_open, is_first = self._opened_at is not None, self._lost_at is None and self._last is None
+        if not self._feed.is_resumed or (is_first and not was_open):
+            raise error
+        if self._lost_at is None or (self._opened_at is not None and now - self._opened_at > _LASTED_SECONDS):
+            # It was there for a while, silent: what is lost now is lost anew.
+            self._lost_at, self._delay_seconds = now, _RECONNECT_DELAY_SECONDS
+        away_seconds = now - self._lost_at
+        if away_seconds > RECONNECT_SECONDS_MAX:
+            raise error
+        if now >= self._deadline:
+            raise _waited() from None
+        if self._absence is not None:
+            self._absence.lasts(away_seconds)
+        pause_seconds = min(_until_told(self._delay_seconds, away_seconds), self._deadline - now)
+        self._delay_seconds = min(self._delay_seconds * 2, _RECONNECT_DELAY_SECONDS_MAX)
+        return pause_seconds
+
+    @property
+    def _until(self) -> float:
+        return self._first_by if self._last is None else self._deadline
+
+
+def _until_told(delay_seconds: float, away_seconds: float) -> float:
+    """Until the next try, or until it is time to say that there is nobody."""
+    left_seconds = ABSENCE_TOLD_AFTER_SECONDS - away_seconds
+    return min(delay_seconds, left_seconds) if left_seconds > 0 else delay_seconds
+
+
+def _waited() -> WaitTimeout:
+    return WaitTimeout("waited long enough", hint="what was waited for goes on")

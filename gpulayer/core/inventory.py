@@ -194,6 +194,11 @@ class Inventory:
         device = self._found.get(uuid)
         return device.foreign if device is not None else ""
 
+    def pids_on(self, uuid: str) -> frozenset[int]:
+        """Every process that the driver lists on it, whoever's."""
+        seen = self._seen.get(uuid)
+        return frozenset(process.pid for process in seen.processes or ()) if seen is not None else frozenset()
+
     def gone_on(self, uuid: str) -> frozenset[int] | None:
         """The pids that are gone and that the driver lists on it all the same. None: it cannot tell now."""
         if self._failure is not None or uuid not in self._seen or self._seen[uuid].processes is None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpulayer.core.placement.fit import Free
     from gpulayer.model.cluster import ClusterState
     from gpulayer.model.event import Event
-    from gpulayer.model.node import Node
+    from gpulayer.model.node import Accelerator, Node
     from gpulayer.model.replica import DeviceShare, Exit, Reason
 
 Json: TypeAlias = dict[str, Any]
@@ -57,7 +57,8 @@ BODY_BYTES_MAX = 1024 * 1024
 DEPTH_MAX = 32
 # Every number of the contract fits into 64 bits; longer ones cost quadratic time to read.
 INTEGER_DIGITS_MAX = 19
-TOKEN_LABEL_CHARS_MAX = 200
+# One line, and nothing that turns the text around it: what controls, separates lines, or sets a direction is left out.
+TOKEN_LABEL = re.compile(r"[^\u0000-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e\u2066-\u2069]{0,200}")
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,128}")
 _SHOWN_CHARS_MAX = 60
 
@@ -199,7 +200,7 @@ class Fields:
         return cast(bool, self._typed(key, default, lambda value: isinstance(value, bool), "true or false"))
 
     def whole(self, key: str, default: int, least: int, most: int) -> int:
-        number = cast(int, self._typed(key, default, _is_whole, "a whole number"))
+        number = int(self._typed(key, default, _is_whole, "a whole number"))
         if not least <= number <= most:
             raise _out_of_range(key, number, least, most)
         return number
@@ -254,7 +255,8 @@ def _is_text(value: object) -> bool:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    # JSON has one kind of number: to many a client 2.0 is 2.
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
 def _is_number(value: object) -> bool:
@@ -514,7 +516,7 @@ def parse_restart(body: bytes) -> tuple[int, ...] | None:
     for index in replicas:
         if not _is_whole(index) or not 0 <= index < REPLICAS_MAX:
             raise InvalidRequest(f"replicas: {shown(index)} is not a replica's index", hint="write [0, 1]")
-    return tuple(sorted(set(replicas)))
+    return tuple(sorted({int(index) for index in replicas}))
 
 
 def parse_token(body: bytes) -> tuple[Role, str]:
@@ -524,9 +526,9 @@ def parse_token(body: bytes) -> tuple[Role, str]:
         raise InvalidRequest("role: is missing", hint="use one of " + ", ".join(ROLES))
     role = cast(Role, fields.one_of("role", ROLES, ""))
     label = fields.text("label", "")
-    if len(label) > TOKEN_LABEL_CHARS_MAX or not label.isprintable():
+    if not TOKEN_LABEL.fullmatch(label):
         raise InvalidRequest(
-            f"label: {shown(label)} is not a label", hint=f"use at most {TOKEN_LABEL_CHARS_MAX} printable characters"
+            f"label: {shown(label)} is not a label", hint="use at most 200 characters, and no control characters"
         )
     return role, label
 
@@ -650,7 +652,7 @@ def _exit_text(exit: Exit) -> str:
     if exit.code is not None:
         how = f"exit code {exit.code}"
     elif exit.signal is not None:
-        how = f"ended by signal {exit.signal}"
+        how = f"ended by signal {exit.signal_text}"
     else:
         return f"how it ended is unknown ({exit.ended_by.replace('_', ' ')})"
     why = "" if exit.ended_by == "itself" else f" ({exit.ended_by.removeprefix('stop:').replace('_', ' ')})"
@@ -753,6 +755,7 @@ def node_to_json(node: Node, state: ClusterState, free: Free, observed: str) -> 
     """`observed`: the node's state (alive, …), which the log does not know."""
     has = node.capabilities
     held = _held_by(state, node)
+    idle = _idle_milli(node, free)
     return {
         "name": node.name,
         "id": node.id,
@@ -764,20 +767,49 @@ def node_to_json(node: Node, state: ClusterState, free: Free, observed: str) -> 
         "cpus_free": share(max(0, free.cpus_milli)),
         "memory_mib": has.memory_mib,
         "memory_free_mib": max(0, free.memory_mib),
+        "disk_mib": has.disk_mib,
+        "numa": [{"id": near.id, "cpus": near.cpus, "memory_mib": near.memory_mib} for near in has.numa],
+        "gpu_detect": has.gpu_detect,
+        "drivers": dict(has.drivers),
         "undetected": list(has.undetected),
         "devices": [
-            {
-                "uuid": device.uuid,
-                "kind": device.kind,
-                "vendor": device.vendor,
-                "model": device.model,
-                "memory_mib": device.memory_mib,
-                "share_free": share(max(0, free.gpu_milli.get(device.uuid, 0))),
-                "held_by": held.get(device.uuid, []),
-                "unhealthy": device.unhealthy or None,
-            }
+            accelerator_to_json(device) | {"share_free": share(idle[device.uuid]), "held_by": held.get(device.uuid, [])}
             for device in has.accelerators
         ],
+    }
+
+
+def accelerator_to_json(device: Accelerator) -> Json:
+    """A device as its node knows it, whoever of ours holds it."""
+    return {
+        "uuid": device.uuid,
+        "index": device.index,
+        "kind": device.kind,
+        "vendor": device.vendor,
+        "model": device.model,
+        "memory_mib": device.memory_mib,
+        "compute_capability": device.compute_capability or None,
+        "pci_bus_id": device.pci_bus_id or None,
+        "numa_node": device.numa_node,
+        "nvlink_peers": list(device.nvlink_peers),
+        "parent": device.parent or None,
+        "source": device.source,
+        "unhealthy": device.unhealthy or None,
+        "foreign": device.foreign or None,
+        "foreign_share": share(device.foreign_milli),
+    }
+
+
+def _idle_milli(node: Node, free: Free) -> dict[str, int]:
+    """How much of each device a replica could get now: nothing of one that is unhealthy, and nothing of a GPU and its
+    MIG instances beside one another."""
+    devices = node.capabilities.accelerators
+    left = {device.uuid: max(0, free.gpu_milli.get(device.uuid, 0)) for device in devices}
+    held = {device.uuid for device in devices if left[device.uuid] < MILLI - device.foreign_milli}
+    split = {device.parent for device in devices if device.parent and device.uuid in held}
+    return {
+        device.uuid: 0 if device.unhealthy or device.uuid in split or device.parent in held else left[device.uuid]
+        for device in devices
     }
 
 
@@ -795,11 +827,86 @@ def gpu_stock(state: ClusterState, free: Mapping[Any, Free]) -> list[Json]:
     """Per model how many there are and how much of them is free; what is unhealthy counts as there and not as free."""
     stock: dict[str, list[int]] = {}
     for node in state.nodes.values():
-        for device in node.capabilities.accelerators:
-            if device.kind == "cpu":
-                continue
+        idle = _idle_milli(node, free[node.id])
+        for device in _gpus_of(node):
             counts = stock.setdefault(device.model, [0, 0])
+            counts[0] += idle[device.uuid]
             counts[1] += MILLI
-            if not device.unhealthy:
-                counts[0] += max(0, free[node.id].gpu_milli.get(device.uuid, 0))
     return [{"model": model, "free": share(idle), "all": share(all_)} for model, (idle, all_) in sorted(stock.items())]
+
+
+def resources_to_json(state: ClusterState, free: Mapping[Any, Free]) -> Json:
+    """The stock of the cluster: per model, and per node."""
+    nodes = sorted(state.nodes.values(), key=lambda node: node.name)
+    idle = {node.id: _idle_milli(node, free[node.id]) for node in nodes}
+    # MIG instances carry their profile in their model, so they are a model of their own.
+    models: dict[tuple[str, str, str, int], list[tuple[Node, Accelerator]]] = {}
+    for node in nodes:
+        for device in _gpus_of(node):
+            kind = (device.model, device.kind, device.vendor, device.memory_mib)
+            models.setdefault(kind, []).append((node, device))
+    return {
+        "models": [
+            {"model": model, "kind": kind, "vendor": vendor, "memory_mib": memory_mib}
+            | _stock([(node, device, idle[node.id][device.uuid]) for node, device in found])
+            for (model, kind, vendor, memory_mib), found in sorted(models.items())
+        ],
+        "nodes": [_stock_of_node(node, free[node.id], idle[node.id]) for node in nodes],
+    }
+
+
+def _stock(found: Sequence[tuple[Node, Accelerator, int]]) -> Json:
+    """Each device counts once: as idle, held (by replicas), foreign or unhealthy. What is left of those that somebody
+    holds in part is `share_open`; no whole device can be had of it."""
+    counts = dict.fromkeys(("idle", "held", "foreign", "unhealthy"), 0)
+    idle_on: dict[str, int] = {}
+    open_milli = 0
+    for node, device, idle_milli in found:
+        use = _use_of(device, idle_milli)
+        counts[use] += 1
+        if use == "idle":
+            idle_on[node.name] = idle_on.get(node.name, 0) + 1
+        else:
+            open_milli += idle_milli
+    largest = max(idle_on.values(), default=0)
+    return {
+        "idle": counts["idle"],
+        "all": len(found),
+        "held": counts["held"],
+        "foreign": counts["foreign"],
+        "unhealthy": counts["unhealthy"],
+        "share_open": share(open_milli),
+        "largest_idle_on_one_node": largest,
+        "node": min((name for name, count in idle_on.items() if count == largest), default=None),
+    }
+
+
+def _use_of(device: Accelerator, idle_milli: int) -> str:
+    if device.unhealthy:
+        return "unhealthy"
+    if idle_milli == MILLI:
+        return "idle"
+    return "foreign" if device.foreign else "held"
+
+
+def _stock_of_node(node: Node, free: Free, idle: Mapping[str, int]) -> Json:
+    has = node.capabilities
+    gpus = _gpus_of(node)
+    return {
+        "name": node.name,
+        "marks": list(node.marks),
+        "cpus": share(has.cpus_milli),
+        "cpus_idle": share(max(0, free.cpus_milli)),
+        "memory_mib": has.memory_mib,
+        "memory_idle_mib": max(0, free.memory_mib),
+        "disk_mib": has.disk_mib,
+        "gpus": len(gpus),
+        "gpus_idle": sum(idle[device.uuid] == MILLI for device in gpus),
+        "gpu_detect": has.gpu_detect,
+        "drivers": dict(has.drivers),
+        "undetected": list(has.undetected),
+    }
+
+
+def _gpus_of(node: Node) -> list[Accelerator]:
+    return [device for device in node.capabilities.accelerators if device.kind != "cpu"]

@@ -19,7 +19,8 @@ def test_a_submit_names_the_job_and_where_it_is(daemon: Daemon) -> None:
     answer = daemon.ask("POST", "/v1/jobs", {"command": ["true"]})
     assert answer.status == 201
     document = answer.json
-    assert set(document) == {"id", "name", "revision", "replayed"}
+    assert set(document) == {"id", "name", "revision", "replayed", "warning"}
+    assert document["warning"] is None
     assert document["name"].startswith("true")
     assert answer.headers["location"] == f"/v1/jobs/{document['id']}"
     assert daemon.wait_for_end(document["id"])["state"] == "succeeded"
@@ -36,6 +37,19 @@ def test_the_same_key_with_the_same_body_is_one_job(daemon: Daemon) -> None:
     assert other.json["code"] == "idempotency_conflict"
     for wrong in ("", "a b", "x" * 129):
         assert daemon.ask("POST", "/v1/jobs", {"command": ["true"]}, headers={"Idempotency-Key": wrong}).status == 400
+
+
+def test_what_nothing_but_a_person_can_change_is_said_at_once(daemon: Daemon) -> None:
+    answer = daemon.ask("POST", "/v1/jobs", {"command": ["true"], "gpus": 64, "name": "huge"})
+    assert answer.status == 201
+    warning = answer.json["warning"]
+    assert warning["code"] == "never_fits"
+    assert warning["text"].startswith("cannot ever run here: ")
+    assert "`gpulayer job explain huge`" in warning["hint"]
+    dry = daemon.ask("POST", "/v1/jobs?dry_run=1", service(replicas=2)).json
+    assert dry["warning"]["text"] == "2 replicas need as many nodes (spread=node), and 1 node can run one"
+    assert daemon.ask("POST", "/v1/jobs?dry_run=1", service()).json["warning"] is None
+    daemon.ask("POST", "/v1/jobs/huge/cancel")
 
 
 def test_a_name_in_use_is_refused_and_a_derived_one_gets_a_suffix(daemon: Daemon) -> None:
@@ -180,7 +194,7 @@ def test_what_waits_says_why_and_explain_names_the_node(daemon: Daemon) -> None:
     job = daemon.submit("true", name="greedy", gpus=64)
     status = daemon.status(job)
     assert status["state"] == "waiting"
-    assert status["reason"]["code"] == "no_capacity"
+    assert status["reason"]["code"] == "never_fits"
     explained = daemon.ask("GET", "/v1/jobs/greedy/explain").json
     assert explained["replicas"][0]["refusals"][0]["text"]
     assert explained["replicas"][0]["why"]

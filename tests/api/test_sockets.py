@@ -46,11 +46,18 @@ def test_the_socket_file_is_made_for_its_owner_and_goes_at_the_end(tmp_path: Pat
     try:
         with bind_sockets(unix_path=path, host="127.0.0.1", port=0) as sockets:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            assert sockets.port > 0
+            assert sockets.port
         assert os.umask(0) == 0
     finally:
         os.umask(before)
     assert not path.exists()
+
+
+def test_without_a_port_there_is_only_the_socket_file(tmp_path: Path) -> None:
+    with bind_sockets(unix_path=tmp_path / "s", host="127.0.0.1", port=None) as sockets:
+        assert (sockets.tcp, sockets.port) == (None, None)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "s"))
 
 
 def test_a_stale_socket_file_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_waiting_batch_says_why_and_waits_no_longer_than_it_is_told(daemon: Da
     assert "warning: replica 0 cannot ever run here: " in done.stderr
     assert "job big has not ended after 1s: replica 0 is waiting: " in done.stderr
     status = daemon.cli("status").stdout
-    assert "big waits: no_capacity" in status
+    assert "big waits: never_fits" in status
     explained = daemon.cli("job", "explain", "big").stdout
     assert "not on n1: " in explained
     daemon.cli("job", "cancel", "big")
@@ -328,7 +328,7 @@ def test_events_go_on_behind_an_offset(daemon: Daemon) -> None:
 def test_a_table_fits_the_terminal_and_is_whole_elsewhere(daemon: Daemon) -> None:
     daemon.cli("submit", "--detach", "--name", "wide", "--gpus", "1", "--", "true")
     piped = daemon.cli("job", "list").stdout
-    assert "no_capacity: " in piped
+    assert "never_fits: " in piped
     assert "\033" not in piped
     main_side, other_side = os.openpty()
     fcntl.ioctl(other_side, termios.TIOCSWINSZ, struct.pack("4H", 24, 90, 0, 0))
@@ -426,7 +426,7 @@ def test_two_replicas_on_one_node_are_told_what_would_help(daemon: Daemon) -> No
 def test_what_can_never_run_is_a_warning_also_for_who_does_not_stay(daemon: Daemon) -> None:
     detached = daemon.cli("submit", "--detach", "--gpus", "2", "--name", "never", "true")
     assert detached.returncode == 0
-    assert "warning: replica 0 cannot ever run here: " in detached.stderr
+    assert "warning: cannot ever run here: " in detached.stderr
     assert "JOB" not in detached.stderr
     assert "`gpulayer job explain never`" in detached.stderr
     explained = daemon.cli("job", "explain", "never").stdout
@@ -564,9 +564,10 @@ def test_devices_are_listed_with_who_holds_them(tmp_path: Path) -> None:
         assert own.cli("submit", "--gpus", "1", "--name", "whole", *SLEEP).returncode == 0
         lines = own.cli("status").stdout.splitlines()
         rows = [re.split(r"\s{2,}", line) for line in lines if "80GiB" in line]
-        assert sorted(rows) == [
-            ["n1", "NVIDIA H100 80GB HBM3", "80GiB", "0", "whole.0"],
-            ["n1", "NVIDIA H100 80GB HBM3", "80GiB", "0.5", "half.0 0.5"],
+        assert len({name for _, name, *_ in rows}) == 2  # two devices of one model can be told apart
+        assert sorted(rest for _, _, *rest in rows) == [
+            ["NVIDIA H100 80GB HBM3", "80GiB", "0", "whole.0"],
+            ["NVIDIA H100 80GB HBM3", "80GiB", "0.5", "half.0 0.5"],
         ]
         assert max(map(len, lines)) <= 80
     finally:

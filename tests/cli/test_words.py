@@ -105,7 +105,7 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
         (
             ["frobnicate"],
             2,
-            "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, token",
+            "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, resources, token",
         ),
         (["job", "frob"], 2, "commands: list, status, logs, endpoints, events, explain, wait, restart, cancel"),
         (["job", "cancel"], 2, "write gpulayer job cancel JOB"),
@@ -144,10 +144,10 @@ def test_no_daemon_is_exit_3_with_the_command_that_starts_one(tmp_path: Path) ->
 def test_what_is_wrong_with_an_attached_batch_is_125(tmp_path: Path) -> None:
     """Codes below that belong to the job, as in `docker run`."""
     no_daemon = {"GPULAYER_DATA_DIR": str(tmp_path)}
-    assert run("submit", "--", "true", env=no_daemon).returncode == 125
+    assert run("submit", "--target", "remote", "--", "true", env=no_daemon).returncode == 125
     assert run("submit", "--gpsu", "1", "--", "true", env=no_daemon).returncode == 125
     assert run("submit", "--priority", "101", "true", env=no_daemon).returncode == 125
-    assert run("submit", "--service", "--", "true", env=no_daemon).returncode == 3
+    assert run("submit", "--target", "remote", "--service", "--", "true", env=no_daemon).returncode == 3
     assert is_attached_batch(["--url", "U", "submit", "--gpus", "1", "ls", "--service"])
     assert not is_attached_batch(["submit", "--gpus", "1", "--service", "ls"])
 
@@ -272,7 +272,8 @@ def test_the_job_file_in_the_document_is_a_job(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(block)
     # Read, and sent: it gets as far as finding that nobody is there.
-    assert run("submit", "--file", str(file), env={"GPULAYER_DATA_DIR": str(tmp_path)}).returncode == 3
+    words = ("submit", "--target", "remote", "--file", str(file))
+    assert run(*words, env={"GPULAYER_DATA_DIR": str(tmp_path)}).returncode == 3
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import gpulayer as gl
+from tests.client.peers import answering
 
 ACCEPTED = json.dumps({"id": "j-abcdefghij", "name": "once", "revision": 1, "replayed": False}).encode()
 HEADER = b"HTTP/1.1 201 Created\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(ACCEPTED)
-
-
-@contextmanager
-def answering(path: Path, answers: list[bytes]) -> Iterator[list[bytes]]:
-    """One connection after the other gets the next of `answers`, and is closed. Yields what was asked."""
-    asked: list[bytes] = []
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen()
-
-    def serve() -> None:
-        for answer in answers:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.settimeout(10)
-                request = connection.recv(1 << 20)
-                while not (request.startswith(b"GET") or request.endswith(b"}")):
-                    request += connection.recv(1 << 20)
-                asked.append(request)
-                connection.sendall(answer)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield asked
-    finally:
-        listener.close()
-        thread.join(10)
 
 
 @pytest.mark.parametrize("kept", [0, 1, len(ACCEPTED) - 1])

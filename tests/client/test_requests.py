@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,28 +67,92 @@ def test_the_body_is_the_specification_as_the_node_writes_it() -> None:
     assert submit_from_json(unnamed.body()).name_is_derived
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"command": []}, "the command is empty"),
-        ({"command": "python serve.py"}, "not a list of words"),
-        ({"replicas": 0}, "replicas"),
-        ({"gpus": 1.5}, "gpus"),
-        ({"gpu_memory": "24"}, "gpu-memory"),
-        ({"gpu_model": "A100"}, "gpus is 0"),
-        ({"cpus": -1}, "cpus"),
-        ({"name": "No"}, "name"),
-        ({"env": {"A": 1}}, "env"),
-        ({"restart": "sometimes"}, "restart"),
-        ({"stop_signal": "STOP"}, "stop-signal"),
-        ({"priority": 101}, "priority"),
-    ],
-)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"command": []}, "command: there is no program in it"),
+    ({"command": "python serve.py"}, "command: 'python serve.py' is not a list of words"),
+    ({"command": Path("/bin/true")}, "command: .* is not a list of words"),
+    ({"command": {"python": 1}}, "command: .* is not a list of words"),
+    ({"command": None}, "command: None is not a list of words"),
+    ({"command": ["python", 8080]}, r"command\[1\]: 8080 is not text \(write \"8080\"\)"),
+    ({"command": [b"python"]}, r"command\[0\]: b'python' is not text"),
+    ({"command": ["a\0b"]}, "NUL"),
+    ({"replicas": 0}, r"replicas: 0 is not between 1 and 10000 \(write replicas=2\)"),
+    ({"replicas": "2"}, "replicas: '2' is not a whole number"),
+    ({"replicas": 1.5}, "replicas: 1.5 is not a whole number"),
+    ({"replicas": True}, "replicas: True"),
+    ({"gpus": 1.5}, "gpus: 1.5 is more than one GPU and not whole"),
+    ({"gpus": "two"}, "gpus: 'two' is not a number"),
+    ({"gpus": None}, "gpus: None is not a number"),
+    ({"gpus": [1]}, r"gpus: \[1\] is not a number"),
+    ({"gpus": True}, "gpus: True is not a number"),
+    ({"gpus": -1}, "gpus: -1"),
+    ({"gpus": float("nan")}, "gpus: nan"),
+    ({"gpu_memory": "24", "gpus": 1}, "gpu_memory: '24' is not a size"),
+    ({"gpu_memory": 24, "gpus": 1}, "gpu_memory: 24 is not a size .*24GiB"),
+    ({"gpu_model": "A100"}, r"gpu_model, gpu_memory and vendor say which GPUs, but gpus is 0 \(add gpus=1"),
+    ({"gpu_model": 5, "gpus": 1}, "gpu_model: 5"),
+    ({"gpu_model": ["A100", 5], "gpus": 1}, "gpu_model: 5 is not text"),
+    ({"accelerator": "gpu"}, "accelerator: 'gpu' .*cuda"),
+    ({"accelerator": "cuda"}, r"accelerator cuda is asked for, but gpus is 0 \(add gpus=1\)"),
+    ({"vendor": 5, "gpus": 1}, "vendor: 5 is not text"),
+    ({"cpus": -1}, "cpus: -1"),
+    ({"cpus": None}, "cpus: None is not a number"),
+    ({"cpus": "many"}, "cpus: 'many' is not a number"),
+    ({"memory": 512}, "memory: 512 is not a size .*unit"),
+    ({"name": "No"}, "name: 'No' .*a-z"),
+    ({"name": 5}, "name: 5 is not text"),
+    ({"env": {"A": 1}}, r"env\['A'\]: 1 is not text \(write \"1\"\)"),
+    ({"env": {"A": None}}, r"env\['A'\]: None is not text"),
+    ({"env": {1: "a"}}, "env: the name: 1 is not text"),
+    ({"env": ["A=1"]}, r"env: \['A=1'\] is not a dict"),
+    ({"env": {"A=B": "1"}}, r"env: 'A=B' .*env=\{\"NAME\": \"value\"\}"),
+    ({"env": {"PORT": "80"}}, "env: PORT is set by gpulayer, .*takes port=False"),
+    ({"env": {"GPULAYER_X": "80"}}, "env: GPULAYER_X is reserved"),
+    ({"labels": "zone=a"}, "labels: 'zone=a' is not a dict"),
+    ({"workdir": 5}, "workdir: 5 is not a path"),
+    ({"port": 8080}, "port: 8080 is not True or False .*picks a free port"),
+    ({"restart": "sometimes"}, "restart: 'sometimes' .*always, on_failure, never"),
+    ({"restart": None}, "restart: None"),
+    ({"max_restarts": -1}, "max_restarts: -1"),
+    ({"max_restarts": "3"}, "max_restarts: '3' is not a whole number"),
+    ({"retry": 3}, r"retry: 3 is not a gl.Retry .*gl.Retry\(max_attempts=3\)"),
+    ({"retry": None}, "retry: None is not a gl.Retry"),
+    ({"spread": "all"}, "spread: 'all' .*node, any"),
+    ({"priority": 101}, "priority: 101"),
+    ({"priority": "high"}, "priority: 'high' is not a whole number"),
+    ({"on_replica_end": "go"}, "on_replica_end: 'go' .*stop, keep"),
+    ({"timeout_seconds": 0}, r"timeout_seconds: 0 s is out of range \(write seconds, like 90\)"),
+    ({"timeout_seconds": "60s"}, "timeout_seconds: '60s' is not a number of seconds .*timeout_seconds=90"),
+    ({"start_timeout_seconds": -1}, "start_timeout_seconds: -1 s"),
+    ({"stop_signal": "STOP"}, "stop_signal: 'STOP' .*TERM"),
+    ({"stop_signal": 15}, "stop_signal: 15 is not text"),
+    ({"stop_grace_seconds": None}, "stop_grace_seconds: None is not a number of seconds"),
+    ({"stop_grace_seconds": float("inf")}, "stop_grace_seconds: inf"),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), WRONG)
 def test_nonsense_is_refused_when_the_request_is_made(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(gl.InvalidRequest, match=words) as caught:
         gl.service(**({"command": ["true"]} | keys))
     assert caught.value.hint
     assert caught.value.code == "invalid_request"
+    # Nothing of the command line's spelling is of use to a program.
+    assert not re.search(r"--|\b(gpu|max|stop|start|on|retry)-[a-z]", str(caught.value))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**7, "3", 1.5, True, None])
+def test_a_retry_is_judged_when_it_is_made(wrong: Any) -> None:
+    with pytest.raises(gl.InvalidRequest, match="max_attempts: "):
+        gl.Retry(max_attempts=wrong)
+
+
+def test_what_people_write_for_the_same_is_the_same() -> None:
+    assert gl.service(["python", Path("/srv/app.py")]).spec.argv == ("python", "/srv/app.py")
+    for written in ("TERM", "term", "SIGTERM", signal.SIGTERM):
+        assert gl.service(["true"], stop_signal=written).spec.stop_signal == "TERM"
+    assert gl.batch(["true"], gpus="0.5") == gl.batch(["true"], gpus=0.5)
+    assert gl.batch(["true"], env={}) == gl.batch(["true"], env=None)
 
 
 def test_a_relative_workdir_counts_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +191,23 @@ def test_a_url_is_read_whole_or_refused() -> None:
             parse_url(wrong)
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"url": 7450}, "url: 7450 is not text"),
+        ({"url": Path("/run/gpulayer.sock")}, "url: .*unix:///path"),
+        ({"url": "/run/gpulayer.sock"}, "unix:///path"),
+        ({"url": "http://127.0.0.1", "token": 5}, "token: .*gpl_"),
+        ({"url": "http://127.0.0.1", "token": "two words"}, "token: .*gpl_"),
+    ],
+)
+def test_a_place_that_is_none_is_refused_at_once(place: dict[str, Any], words: str) -> None:
+    for connect in (gl.connect, gl.aio.connect):
+        with pytest.raises(gl.InvalidRequest, match=words):
+            connect(**place)
+
+
 def test_no_daemon_is_unreachable_with_the_command_that_starts_one(tmp_path: Path) -> None:
     with pytest.raises(gl.Unreachable) as caught:
         gl.connect(data_dir=str(tmp_path)).status()
-    assert caught.value.hint == f"start it with: gpulayer up --data-dir {tmp_path}"
+    assert caught.value.hint.startswith(f"start it with: gpulayer up --data-dir {tmp_path};")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import gpulayer as gl
 from gpulayer.client.stream import Absence
+from tests.client.peers import answers_lost, open_sockets, port_of
 from tests.integration.daemon import Daemon, get
 
 SERVE = ["sh", "-c", "exec python3 -u -m http.server --bind $HOST $PORT"]
@@ -134,45 +136,6 @@ def test_one_key_is_one_job(daemon: Daemon) -> None:
     assert caught.value.code == "idempotency_conflict"
 
 
-@contextmanager
-def answers_lost(daemon: Daemon, path: Path, count: int) -> Iterator[list[bytes]]:
-    """A socket in front of the daemon's that hands requests on, and drops the first `count` answers."""
-    requests: list[bytes] = []
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen()
-
-    def serve() -> None:
-        while True:
-            try:
-                asked, _ = listener.accept()
-            except OSError:
-                return
-            with asked, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as real:
-                asked.settimeout(10)
-                real.settimeout(10)
-                real.connect(str(daemon.socket))
-                request = asked.recv(1 << 20)
-                while b"\r\n\r\n" not in request or not request.endswith(b"}"):
-                    request += asked.recv(1 << 20)
-                requests.append(request)
-                real.sendall(request)
-                answer = real.recv(1 << 20)
-                if len(requests) > count:
-                    while b"}" not in answer:
-                        answer += real.recv(1 << 20)
-                    asked.sendall(answer)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield requests
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5)
-
-
 def test_a_submit_without_an_answer_is_repeated_and_happens_once(daemon: Daemon, tmp_path: Path) -> None:
     before = {job["id"] for job in client_of(daemon).jobs("all")}
     with answers_lost(daemon, tmp_path / "s", count=2) as requests:
@@ -237,8 +200,7 @@ def test_a_path_too_long_for_a_socket_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_http_needs_a_token_and_a_role_that_allows_it(daemon: Daemon) -> None:
-    port = json.loads((daemon.data_dir / "api.json").read_text())["port"]
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port_of(daemon)}"
     with pytest.raises(gl.PermissionDenied) as caught:
         gl.connect(url).status()
     assert caught.value.hint
@@ -277,3 +239,115 @@ def test_every_page_of_the_jobs_is_read(daemon: Daemon) -> None:
     client = client_of(daemon)
     made = {client.submit(gl.batch(["true"])).id for _ in range(3)}
     assert made <= {job["id"] for job in client.jobs("all")}
+
+
+def test_a_job_that_ended_says_how_and_why(daemon: Daemon) -> None:
+    job = client_of(daemon).submit(gl.service(["sh", "-c", "exit 7"], max_restarts=0))
+    with pytest.raises(gl.JobEnded) as ended:
+        job.endpoints(wait=True)
+    assert ended.value.state == "failed"
+    assert ended.value.reason is not None
+    assert ended.value.reason["code"] == "exit_nonzero"
+    assert (ended.value.code, ended.value.hint) == ("job_ended", ended.value.reason["hint"])
+
+
+def test_waiting_too_long_is_what_python_calls_a_timeout(daemon: Daemon) -> None:
+    job = client_of(daemon).submit(gl.service(SLEEP))
+    with pytest.raises(TimeoutError, match=f"job {job.name} is not ready after 0.2s"):
+        job.endpoints(wait=0.2)
+    job.cancel(wait=True)
+
+
+def test_a_stream_that_is_left_early_closes_its_connection(daemon: Daemon) -> None:
+    job = client_of(daemon).submit(gl.service(SLEEP, port=False))
+    job.endpoints(wait=True)
+    before = open_sockets()
+    for _ in job.logs(follow=True):
+        break
+    assert open_sockets() <= before
+    lines = job.logs(follow=True)
+    next(lines)
+    assert len(open_sockets() - before) == 1
+    lines.close()
+    assert open_sockets() <= before
+    with closing(job.watch()) as statuses:
+        next(statuses)
+        assert len(open_sockets() - before) == 1
+    assert open_sockets() <= before
+    job.cancel(wait=True)
+
+
+FOLLOWING = """
+import os, signal, sys, threading
+import gpulayer as gl
+job = gl.connect(data_dir=sys.argv[1]).job(sys.argv[2])
+try:
+    for line in job.logs(follow=True):
+        print(line, flush=True)
+        if line.text == "one":
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+except KeyboardInterrupt:
+    open_now = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]]
+    print("interrupted;", sum("socket" in each for each in open_now), "sockets are open")
+"""
+
+
+def test_an_interrupt_ends_what_is_followed_at_once(daemon: Daemon) -> None:
+    job = client_of(daemon).submit(gl.service(["sh", "-c", "echo one; exec sleep 300"], port=False))
+    words = [sys.executable, "-c", FOLLOWING, str(daemon.data_dir), job.id]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.splitlines()[-2:] == ["one", "interrupted; 0 sockets are open"]
+    assert job.status()["state"] in ("starting", "running")
+    job.cancel(wait=True)
+
+
+def test_threads_share_a_client(daemon: Daemon) -> None:
+    client = client_of(daemon)
+
+    def one(number: int) -> str:
+        job = client.submit(gl.batch(["sh", "-c", f"echo {number}"]))
+        said = [line.text for line in job.logs(follow=True) if line.kind == "output"]
+        assert said == [str(number)]
+        return str(job.wait(timeout=30)["state"])
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(one, range(16))) == ["succeeded"] * 16
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda client, job: client.submit(["python", "serve.py"]), "request: .*gl.service"),
+        (lambda client, job: client.dry_run("python serve.py"), "request: .*gl.service"),
+        (lambda client, job: client.submit(gl.batch(["true"]), idempotency_key="a b"), "Idempotency-Key: .* 1 to 128"),
+        (lambda client, job: client.submit(gl.batch(["true"]), idempotency_key=7), "idempotency_key: 7 is not text"),
+        (lambda client, job: client.job(7), "job: 7 is not text"),
+        (lambda client, job: client.jobs("alive"), "state: .*live, ended, all"),
+        (lambda client, job: client.create_token("boss"), "role: .*admin, submit, read"),
+        (lambda client, job: client.revoke_token(None), "token: None is not text"),
+        (lambda client, job: job.endpoints(wait="120"), "wait: '120' is not a number of seconds"),
+        (lambda client, job: job.wait(timeout="1m"), "timeout: '1m' is not a number of seconds"),
+        (lambda client, job: job.wait(timeout=float("nan")), "timeout: nan"),
+        (lambda client, job: job.watch(timeout=True), "timeout: True"),
+        (lambda client, job: job.cancel(wait="yes"), "wait: 'yes'"),
+        (lambda client, job: job.restart(0), "replicas: 0 is not a list"),
+        (lambda client, job: job.restart(["0"]), "replicas: .*write "),
+        (lambda client, job: list(job.logs(tail="many")), "tail: .*write a number"),
+        (lambda client, job: list(job.logs(since="yesterday")), "since: .*UTC seconds"),
+        (lambda client, job: list(job.logs(after="nonsense")), "after: .*offset"),
+    ],
+)
+def test_a_call_that_is_wrong_says_what_and_what_would_be_right(
+    daemon: Daemon, ask: Callable[[gl.Client, gl.Job], object], words: str
+) -> None:
+    client = client_of(daemon)
+    job = client.submit(gl.batch(["true"]), idempotency_key="asked-wrongly")
+    with pytest.raises(gl.InvalidRequest, match=words):
+        ask(client, job)
+
+
+def test_what_is_printed_says_what_it_is_and_no_secret() -> None:
+    assert repr(gl.connect("http://127.0.0.1:7450", token="gpl_secret")) == "<Client http://127.0.0.1:7450>"
+    request = gl.service(["python", "serve.py"], name="web", env={"KEY": "secret"})
+    assert repr(request) == "<JobRequest service web: python serve.py>"
+    assert repr(gl.Retry(max_attempts=3)) == "Retry(max_attempts=3)"

@@ -273,6 +273,7 @@ def test_the_processes_of_its_own_replicas_are_not_foreign(host: Daemon, nvml: F
     time.sleep(2.5)
     assert devices(host)[uuid]["foreign"] is None
     assert held(host, ready(host, gpus=0.5, name="other-half")) == uuid
+    nvml.processes(nvml.uuids.index(uuid), {})
 
 
 def test_a_million_processes_in_the_drivers_list_are_a_number_and_no_burden(host: Daemon, nvml: FakeNvml) -> None:

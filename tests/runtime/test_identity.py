@@ -19,7 +19,7 @@ import pytest
 
 from gpulayer.model.errors import GpulayerError, Refused, StorageFailed
 from gpulayer.runtime import identity
-from gpulayer.runtime.identity import DataDir, atomic_write, open_data_dir, this_machine
+from gpulayer.runtime.identity import DataDir, atomic_write, known_node_id, open_data_dir, this_machine
 
 HOLDER = """
 import sys
@@ -154,6 +154,25 @@ def test_abandoned_state_is_kept_aside_and_the_node_is_new(path: Path) -> None:
     assert opened(path, machine_id="m-2").node_id == new.node_id
     opened(path, abandon_state=True)
     assert len(list(path.glob("abandoned-*"))) == 2
+
+
+def test_abandoned_state_leaves_local_runs_and_their_locks_where_they_are(path: Path) -> None:
+    """They are not the node's that is given up, and go on."""
+    opened(path)
+    for name in ("local", "devices"):
+        (path / name).mkdir()
+        (path / name / "kept").touch()
+    opened(path, abandon_state=True)
+    assert (path / "local" / "kept").exists()
+    assert (path / "devices" / "kept").exists()
+
+
+def test_whose_directory_it_is_can_be_asked_without_opening_it(path: Path) -> None:
+    assert known_node_id(path) is None
+    assert opened(path).node_id == known_node_id(path)
+    (path / "node.json").write_text("{")
+    with pytest.raises(StorageFailed, match="damaged"):
+        known_node_id(path)
 
 
 def test_a_directory_that_is_open_to_others_is_tightened_with_a_warning(path: Path) -> None:

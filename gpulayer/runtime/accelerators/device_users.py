@@ -34,10 +34,12 @@ class DeviceUsers:
         found = {}
         for pid in pids:
             stat = tree.process_stat(pid)
+            before = known.get(pid)
             if stat is None or stat.is_zombie:
                 found[pid] = _without_stat(pid) if stat is None else SeenProcess(kind="gone")
+                if before is not None:
+                    self._known[pid] = before
                 continue
-            before = known.get(pid)
             # What was managed may have lost its shim since; what was foreign never gets one.
             if before is not None and before[0] == stat.start_time and before[1].kind == "foreign":
                 seen = before[1]
@@ -46,6 +48,10 @@ class DeviceUsers:
             self._known[pid] = stat.start_time, seen
             found[pid] = seen
         return found
+
+    def was_foreign(self, pid: int) -> bool:
+        """Whether a process that is gone was somebody else's when it was last looked at."""
+        return pid in self._known and self._known[pid][1].kind == "foreign"
 
 
 def described(stat: tree.ProcessStat) -> str:

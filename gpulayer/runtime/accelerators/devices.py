@@ -14,6 +14,7 @@ import trio
 
 from gpulayer.core.inventory import (
     CONFIRM_SECONDS,
+    PROCESSES_NAMED,
     DevicesRead,
     Elsewhere,
     ElsewhereSeen,
@@ -27,7 +28,7 @@ from gpulayer.model.ids import AttemptId
 from gpulayer.model.inventory import Reading, ReadingFailed
 from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import DeviceShare, Reason
-from gpulayer.model.units import Instant, format_gpus
+from gpulayer.model.units import MILLI, Instant, format_gpus
 from gpulayer.runtime.accelerators.device_locks import DeviceLocks, Held, Hold
 from gpulayer.runtime.accelerators.device_users import DeviceUsers, sees_host_pids
 from gpulayer.runtime.accelerators.nvml import NO_DRIVER, NvmlChild, driver_is_likely, pci_gpus
@@ -80,6 +81,7 @@ class Devices:
         self._child = NvmlChild()
         self._users = DeviceUsers()
         self._holds: dict[AttemptId, tuple[Hold, ...]] = {}
+        self._taking: set[AttemptId] = set()
         self._given_back: dict[str, float] = {}
         """When a device was given back, whose lock its shim may keep for a moment more."""
         self.renewed: Callable[[AttemptId], None] = lambda _: None
@@ -217,7 +219,7 @@ class Devices:
         milli = self._locks.held_by_others(uuid, own, parent=device.parent, is_declared=device.source == "declared")
         # Ours as well, though we have no copy of its lock: its shim has not answered yet.
         for attempt, shares in self._assigned().items():
-            if attempt not in self._holds:
+            if attempt not in self._holds and attempt not in self._taking:
                 milli -= sum(share.milli for share in shares if share.uuid == uuid)
         return max(milli, 0)
 
@@ -252,10 +254,24 @@ class Devices:
             return None
         if not await self.first_look():
             return self._not_taken(shares, "the driver has not answered yet")
-        if self.can_tell(shares):
-            await self.look_now()  # what was seen may be a second old, and somebody on it since then
         if obstacle := self._obstacle(shares):
             return self._not_taken(shares, obstacle)
+        self._taking.add(attempt)
+        try:
+            not_taken = await self._lock(attempt, shares)
+        finally:
+            self._taking.discard(attempt)
+        if not_taken is not None or not self.can_tell(shares):
+            return not_taken
+        # Now that nobody else can begin on them: is somebody there all the same? What was seen before may be a second
+        # old, and a process may have outlived its lock.
+        await self.look_now()
+        if obstacle := self._obstacle(shares) or self._leftover(shares):
+            self.release(attempt)
+            return self._not_taken(shares, obstacle)
+        return None
+
+    async def _lock(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> NotTaken | None:
         deadline = trio.current_time() + TAKE_SECONDS_MAX
         while True:
             found = self._try_to_take(shares)
@@ -270,13 +286,26 @@ class Devices:
             milli = self._milli_elsewhere(share.uuid)
             if now >= deadline or (milli and not is_given_back):
                 text = await trio.to_thread.run_sync(_text_of, held)  # walks through /proc
-                seen = Elsewhere(milli=milli, text=text)
-                self.inventory.step(
-                    ElsewhereSeen(elsewhere={share.uuid: seen}, only=frozenset((share.uuid,))),
-                    Instant(trio.current_time()),
-                )
+                seen = {share.uuid: Elsewhere(milli=milli, text=text)} if milli else {}
+                self.inventory.step(ElsewhereSeen(elsewhere=seen, only=frozenset((share.uuid,))), Instant(now))
                 return self._not_taken(shares, f"{share.uuid} is {text}")
             await trio.sleep(TAKE_PAUSE_SECONDS)
+
+    def _leftover(self, shares: Iterable[DeviceShare]) -> str:
+        """A process on a device that is all ours now and on which nothing of ours has begun, below a shim though it
+        is."""
+        for share in shares:
+            pids = sorted(self.inventory.pids_on(share.uuid)) if share.milli == MILLI else []
+            found = DeviceUsers().look(pids)
+            left = [f"pid {pid} ({who.name})" for pid, who in found.items() if who.kind == "managed"]
+            if left:
+                text = f"still used by {', '.join(left[:PROCESSES_NAMED])}"
+                seen = ElsewhereSeen(
+                    elsewhere={share.uuid: Elsewhere(milli=MILLI, text=text)}, only=frozenset((share.uuid,))
+                )
+                self.inventory.step(seen, Instant(trio.current_time()))
+                return f"{share.uuid} is {text}"
+        return ""
 
     def _try_to_take(self, shares: Sequence[DeviceShare]) -> list[Hold] | tuple[DeviceShare, Held] | str:
         taken: list[Hold] = []
@@ -391,6 +420,7 @@ class Devices:
             for uuid in list(left):
                 gone = self.inventory.gone_on(uuid)
                 if gone is not None:
+                    gone = frozenset(pid for pid in gone if not self._users.was_foreign(pid))
                     ours[uuid] = ours[uuid] & gone if uuid in ours else gone
                 if not self.inventory.can_tell(uuid) or (gone is not None and not ours[uuid]):
                     left.remove(uuid)
