@@ -13,6 +13,32 @@ if TYPE_CHECKING:
     from tests.api.conftest import Answer, Daemon
 
 GOOD = {"command": ["true"]}
+WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [
+    ({"comand": ["true"]}, '"comand"', "did you mean command?"),
+    ({"replica": 2}, '"replica"', "did you mean replicas?"),
+    ({"command": "true"}, "command", "sh"),
+    ({"command": []}, "command", ""),
+    ({"command": [1]}, "command[0]: 1", "quotes"),
+    ({"replicas": "2"}, 'replicas: "2"', ""),
+    ({"replicas": True}, "replicas: true", ""),
+    ({"replicas": 0}, "replicas: 0", "10000"),
+    ({"replicas": None}, "replicas: null", ""),
+    ({"replicas": 1.5}, "replicas: 1.5", ""),
+    ({"gpus": 1.5}, "gpus: 1.5", "whole"),
+    ({"gpus": 0.0001}, "gpus: 0.0001", ""),
+    ({"gpu_model": ["A100"]}, "gpu_model", "gpus"),
+    ({"kind": "cron"}, 'kind: "cron"', "service, batch"),
+    ({"port": True}, "port: true", "service"),
+    ({"restart": "always"}, 'restart: "always"', "service"),
+    ({"name": "Web Server"}, "name", "a-z"),
+    ({"env": {"A": 1}}, "env", "quotes"),
+    ({"env": {"A=B": "1"}}, "env", ""),
+    ({"workdir": "here"}, "workdir", "/"),
+    ({"timeout_seconds": -1}, "timeout_seconds: -1", ""),
+    ({"priority": 101}, "priority: 101", "100"),
+    ({"stop_signal": "SEGV"}, 'stop_signal: "SEGV"', "TERM"),
+    ({"labels": ["a"]}, "labels", ""),
+]
 
 
 def refusal(answer: Answer, status: int, code: str) -> Any:
@@ -50,35 +76,7 @@ def test_a_body_that_is_no_request_is_refused_with_the_cause(daemon: Daemon, bod
     assert said in document["message"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "said", "hint"),
-    [
-        ({"comand": ["true"]}, '"comand"', "did you mean command?"),
-        ({"replica": 2}, '"replica"', "did you mean replicas?"),
-        ({"command": "true"}, "command", "sh"),
-        ({"command": []}, "command", ""),
-        ({"command": [1]}, "command[0]: 1", "quotes"),
-        ({"replicas": "2"}, 'replicas: "2"', ""),
-        ({"replicas": True}, "replicas: true", ""),
-        ({"replicas": 0}, "replicas: 0", "10000"),
-        ({"replicas": None}, "replicas: null", ""),
-        ({"replicas": 1.5}, "replicas: 1.5", ""),
-        ({"gpus": 1.5}, "gpus: 1.5", "whole"),
-        ({"gpus": 0.0001}, "gpus: 0.0001", ""),
-        ({"gpu_model": ["A100"]}, "gpu_model", "gpus"),
-        ({"kind": "cron"}, 'kind: "cron"', "service, batch"),
-        ({"port": True}, "port: true", "service"),
-        ({"restart": "always"}, 'restart: "always"', "service"),
-        ({"name": "Web Server"}, "name", "a-z"),
-        ({"env": {"A": 1}}, "env", "quotes"),
-        ({"env": {"A=B": "1"}}, "env", ""),
-        ({"workdir": "here"}, "workdir", "/"),
-        ({"timeout_seconds": -1}, "timeout_seconds: -1", ""),
-        ({"priority": 101}, "priority: 101", "100"),
-        ({"stop_signal": "SEGV"}, 'stop_signal: "SEGV"', "TERM"),
-        ({"labels": ["a"]}, "labels", ""),
-    ],
-)
+@pytest.mark.parametrize(("keys", "said", "hint"), WRONG_KEYS)
 def test_a_wrong_key_is_named_with_its_value_and_a_right_one(
     daemon: Daemon, keys: dict[str, Any], said: str, hint: str
 ) -> None:
@@ -141,9 +139,44 @@ def test_an_unknown_parameter_is_named_with_the_nearest(daemon: Daemon) -> None:
     for query in ("limit=0", "limit=1001", "limit=x", "limit=1&limit=2", "cursor=-1", "state=dead", "limit=%D9%A1"):
         refusal(daemon.ask("GET", f"/v1/jobs?{query}"), 400, "invalid_request")
     job = daemon.submit("true")
-    for query in ("tail=-1", "since=yesterday", "after=1.2.3", "replica=1", "run=0", "follow=maybe", "since=nan"):
+    for query in ("tail=-1", "since=yesterday", "after=1.2.3", "replica=10000", "run=0", "follow=maybe", "since=nan"):
         refusal(daemon.ask("GET", f"/v1/jobs/{job}/logs?{query}"), 400, "invalid_request")
     refusal(daemon.ask("GET", "/v1/events?after=nonsense"), 400, "invalid_request")
+
+
+def test_an_offset_is_judged_wherever_it_stands(daemon: Daemon) -> None:
+    """That of a header was not looked at where there was one in the query."""
+    job = daemon.submit("true")
+    daemon.wait_for_end(job)
+    wrong = {"Last-Event-ID": "nonsense"}
+    for path in ("/v1/events", f"/v1/jobs/{job}/events", f"/v1/jobs/{job}/logs"):
+        for query in ("", "?after="):
+            refusal(daemon.ask("GET", path + query, headers=wrong), 400, "invalid_request")
+        assert daemon.ask("GET", f"{path}?after=", headers={"Last-Event-ID": ""}).body != b""
+
+
+def test_a_replica_that_is_not_there_is_not_found_however_it_is_named(daemon: Daemon) -> None:
+    job = daemon.submit("true")
+    for path in (f"/v1/jobs/{job}/logs?replica=1", f"/v1/jobs/{job}.1/logs"):
+        assert "no replica 1" in refusal(daemon.ask("GET", path), 404, "not_found")["message"]
+
+
+def test_a_key_is_judged_in_a_dry_run_too(daemon: Daemon) -> None:
+    refusal(daemon.ask("POST", "/v1/jobs?dry_run=1", GOOD, headers={"Idempotency-Key": "ä b"}), 400, "invalid_request")
+
+
+def test_a_whole_number_is_one_however_it_is_written(daemon: Daemon) -> None:
+    """To JSON, and to many a client, 2.0 is 2."""
+    job = daemon.submit("true", replicas=2.0, spread="any", priority=1e1)
+    spec = daemon.ask("GET", f"/v1/jobs/{job}/spec").json
+    assert (spec["replicas"], spec["priority"]) == (2, 10)
+    assert isinstance(spec["replicas"], int)
+    refusal(daemon.ask("POST", "/v1/jobs", GOOD | {"replicas": 1e300}), 400, "invalid_request")
+
+
+@pytest.mark.parametrize("label", ["two\nlines", "\x1b[31m", "\u202egnp.exe", "x" * 201])
+def test_a_label_that_turns_the_text_around_it_is_refused(daemon: Daemon, label: str) -> None:
+    refusal(daemon.ask("POST", "/v1/tokens", {"role": "read", "label": label}), 400, "invalid_request")
 
 
 def test_an_upgrade_is_ignored_and_the_request_answered(daemon: Daemon) -> None:

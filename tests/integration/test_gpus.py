@@ -20,8 +20,7 @@ import pytest
 from tests.fakes.nvml import FakeNvml
 from tests.integration.conftest import DaemonMaker
 from tests.integration.daemon import Daemon, environment, wait_for
-
-SLEEP = ["sleep", "1000"]
+from tests.integration.gpus import SLEEP, devices, held, node, ready, wait_device
 
 
 @pytest.fixture
@@ -42,44 +41,6 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
-
-
-def node(daemon: Daemon) -> dict[str, Any]:
-    return dict(daemon.call("GET", "/v1/nodes")[0])
-
-
-def devices(daemon: Daemon) -> dict[str, dict[str, Any]]:
-    return {device["uuid"]: device for device in node(daemon)["devices"]}
-
-
-def wait_device(daemon: Daemon, uuid: str, what: str, *, seconds: float = 10.0, **wanted: Any) -> dict[str, Any]:
-    """Until the device's key `what` holds the text, or is null where that is empty."""
-
-    def look() -> dict[str, Any] | None:
-        device = devices(daemon).get(uuid)
-        if device is None:
-            return None
-        text = wanted["text"]
-        said = device[what]
-        return device if (text in said if text and said else not text and said is None) else None
-
-    found = wait_for(look, seconds, lambda: f"{devices(daemon).get(uuid)}\n{daemon.log_tail()}")
-    assert found is not None
-    return found
-
-
-def held(daemon: Daemon, job: str) -> str:
-    """The UUIDs that the job's process sees, as the host says it."""
-    replica = daemon.wait_replica(job, lambda replica: replica["pid"] is not None)
-    found = dict(line.split(b"=", 1) for line in environment(replica["pid"]) if b"=" in line)
-    assert found[b"CUDA_DEVICE_ORDER"] == b"PCI_BUS_ID"
-    return found[b"CUDA_VISIBLE_DEVICES"].decode()
-
-
-def ready(daemon: Daemon, **spec: Any) -> str:
-    job = daemon.submit(SLEEP, port=False, spread="any", **spec)
-    daemon.wait_ready(job)
-    return job
 
 
 # --- what there is ------------------------------------------------------------------------------------------------
@@ -348,83 +309,3 @@ def test_a_restart_keeps_its_gpu(make_daemon: DaemonMaker, tmp_path: Path) -> No
         os.kill(host.replica(job)["pid"], signal.SIGKILL)
         host.wait_replica(job, lambda replica, run=run: replica["run"] == run and replica["state"] == "ready")  # type: ignore[misc]
     assert host.replica(job)["attempt"] == 1
-
-
-# --- locks --------------------------------------------------------------------------------------------------------
-
-
-def test_two_daemons_of_one_host_never_share_a_gpu(make_daemon: DaemonMaker, tmp_path: Path) -> None:
-    nvml = FakeNvml(tmp_path, gpus=1)
-    one, two = make_daemon(env=nvml.env()).start(), make_daemon(env=nvml.env()).start()
-    job = ready(one, gpus=1)
-    waiting = two.submit(SLEEP, port=False, gpus=1)
-    status = two.wait_job(waiting, lambda status: "held by" in str(status["reason"]))
-    assert status["state"] == "waiting"
-    assert devices(two)[nvml.uuids[0]]["share_free"] == 0
-    one.cancel(job)
-    two.wait_ready(waiting, seconds=30)
-    assert held(two, waiting) == nvml.uuids[0]
-
-
-@pytest.mark.parametrize("who_dies", ["daemon", "shim"])
-def test_a_gpu_stays_locked_whoever_dies(make_daemon: DaemonMaker, tmp_path: Path, who_dies: str) -> None:
-    nvml = FakeNvml(tmp_path, gpus=1)
-    one, two = make_daemon(env=nvml.env()).start(), make_daemon(env=nvml.env()).start()
-    job = ready(one, gpus=1)
-    waiting = two.submit(SLEEP, port=False, gpus=1)
-    if who_dies == "daemon":
-        one.kill9()
-        time.sleep(2)
-        assert not two.runs_on_host()
-        one.start()
-        assert one.replica(job)["run"] == 1
-    else:
-        for pid in one.shims_on_host():
-            os.kill(pid, signal.SIGKILL)
-        one.wait_replica(job, lambda replica: replica["run"] == 2 and replica["state"] == "ready")
-    time.sleep(2)
-    assert not two.runs_on_host()
-    one.cancel(job)
-    two.wait_ready(waiting, seconds=30)
-
-
-def test_a_process_that_outlived_both_daemon_and_shim_keeps_others_from_its_gpu(
-    make_daemon: DaemonMaker, tmp_path: Path
-) -> None:
-    """The lock has died with them; the driver still tells."""
-    nvml = FakeNvml(tmp_path, gpus=1)
-    one, two = make_daemon(env=nvml.env()).start(), make_daemon(env=nvml.env()).start()
-    job = ready(one, gpus=1)
-    pid = one.replica(job)["pid"]
-    nvml.processes(0, {pid: 1000})
-    waiting = two.submit(SLEEP, port=False, gpus=1)
-    one.kill9()
-    for shim in one.shims_on_host():
-        os.kill(shim, signal.SIGKILL)
-    two.wait_job(waiting, lambda status: f"pid {pid}" in str(status["reason"]))
-    one.start()
-    wait_for(lambda: pid not in one.runs_on_host(), 10)
-    assert not two.runs_on_host()
-    one.cancel(job)
-    nvml.processes(0, {})
-    two.wait_ready(waiting, seconds=40)
-
-
-def test_a_declared_device_is_its_data_directorys_own(make_daemon: DaemonMaker) -> None:
-    config = '[[accelerators]]\nkind = "cuda"\nmodel = "H100"\nmemory = "80GiB"\nuuid = "GPU-declared"\n'
-    one, two = make_daemon(config=config).start(), make_daemon(config=config).start()
-    ready(one, gpus=1)
-    ready(two, gpus=1)
-
-
-def test_a_lock_file_that_was_removed_is_made_again(make_daemon: DaemonMaker, tmp_path: Path) -> None:
-    nvml = FakeNvml(tmp_path, gpus=1)
-    one, two = make_daemon(env=nvml.env()).start(), make_daemon(env=nvml.env()).start()
-    ready(one, gpus=1)
-    locks = [path for place in ("/run/lock", "/dev/shm") for path in Path(place).glob(f"gpulayer-*{nvml.uuids[0]}*")]
-    assert len(locks) == 1
-    locks[0].unlink()
-    wait_for(lambda: locks[0].exists(), 5)
-    waiting = two.submit(SLEEP, port=False, gpus=1)
-    time.sleep(3)
-    assert two.job(waiting)["state"] == "waiting"
