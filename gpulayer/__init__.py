@@ -6,7 +6,8 @@
     job = client.submit(gl.service(["python", "serve.py"], replicas=2))
     print(job.endpoints(wait=120))
 
-`gpulayer.aio` has the same for async programs. Public names only. They are imported at first use, so that `import gpulayer` and the command line stay fast.
+`gpulayer.aio` has the same for async programs. Public names only. They are imported at first use, so that
+`import gpulayer` and the command line stay fast.
 """
 
 from __future__ import annotations

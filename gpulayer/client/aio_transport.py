@@ -102,10 +102,10 @@ class AsyncTransport:
         if asked.body is not None:
             content = encoded(asked.body)
             headers["Content-Type"] = "application/json"
-        # The path as it is: httpx would take `/v1/jobs/..` for `/v1/`.
+        # `target`: the path as it is; httpx takes `/v1/jobs/..` for `/v1/`.
         extensions = {"target": path.encode("ascii"), "timeout": {"connect": CONNECT_SECONDS_MAX}}
         base = "http://localhost" if isinstance(self.address, UnixSocket) else str(self.address)
-        return httpx.Request(asked.method, base, headers=headers, content=content, extensions=extensions)
+        return httpx.Request(asked.method, base + path, headers=headers, content=content, extensions=extensions)
 
     @contextmanager
     def _socket_name(self) -> Iterator[str | None]:

@@ -157,10 +157,11 @@ class Daemon:
         node = state.nodes.get(self.node_id)
         if node is None:
             return state
-        if self._seen_state is None or self._seen_state[:2] != (state, self._observed.value):
+        made = self._seen_state
+        if made is None or made[0] is not state or made[1] != self._observed.value:
             seen = replace(state, nodes={**state.nodes, node.id: replace(node, capabilities=self._capabilities())})
-            self._seen_state = state, self._observed.value, seen
-        return self._seen_state[2]
+            made = self._seen_state = state, self._observed.value, seen
+        return made[2]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -247,7 +248,10 @@ class Daemon:
             self._nursery = nursery
             nursery.start_soon(self._voter.run)
             await nursery.start(self._devices.run)
-            await self._admit()
+            known = self.state.nodes.get(self.node_id)
+            if known is None:  # nothing runs here that would wait for it
+                await self._look_at_devices()
+            await self._admit(known.capabilities if known is not None else self._capabilities())
             await nursery.start(self._supervisor.run)
             self._agent_inbox.put_nowait(OrdersChanged(orders=self._orders(self.state)))
             found = await self._supervisor.find_attempts()
@@ -257,8 +261,7 @@ class Daemon:
             nursery.start_soon(drive, self._leader, self._leader_inbox, self._perform_leader)
             nursery.start_soon(self._follow_state)
             # What runs is looked after by now. Whoever asks what there is should not hear of half a host.
-            with trio.move_on_after(self.config.first_look_seconds):
-                await self._devices.first_look()
+            await self._look_at_devices()
             nursery.start_soon(self._follow_devices)
             shutdown = trio.Event()
             port = await nursery.start(self._serve, sockets, shutdown)
@@ -314,7 +317,11 @@ class Daemon:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    async def _admit(self) -> None:
+    async def _look_at_devices(self) -> None:
+        with trio.move_on_after(self.config.first_look_seconds):
+            await self._devices.first_look()
+
+    async def _admit(self, capabilities: Capabilities) -> None:
         """Enter the log what this node is, if that is news."""
         if not self.state.cluster_id:
             await self.propose(CreateCluster(cluster_id="c-" + secrets.token_hex(8)))
@@ -324,7 +331,7 @@ class Daemon:
             log.warning("cluster.not_noted", path=str(self._data.path), reason=error.strerror)
         known = self.state.nodes.get(self.node_id)
         wanted = AdmitNode(
-            node=self.node_id, name=self.node_name, advertise=self.config.advertise, capabilities=self._capabilities()
+            node=self.node_id, name=self.node_name, advertise=self.config.advertise, capabilities=capabilities
         )
         if known is None or (known.name, known.advertise, known.capabilities) != (
             wanted.name,
@@ -355,12 +362,19 @@ class Daemon:
     async def _follow_devices(self) -> None:
         """What the node has becomes part of the log when it changes: the first change at once, then one in
         `observed_seconds`, so that a device that comes and goes does not fill the log (lifecycle.md §2.1)."""
+        told = ""
         while True:
             seen = self._observed.value
             try:
-                await self._admit()
+                await self._admit(self._capabilities())
+                told = ""
             except GpulayerError as error:
-                log.warning("node.change_not_committed", reason=error.message)
+                if self._voter.failed is not None:
+                    return  # for good
+                seen = -1  # to be tried again, whether anything changes or not
+                if error.code != told:
+                    log.warning("node.change_not_committed", reason=error.message)
+                told = error.code
             await trio.sleep(self.config.observed_seconds)
             await self._observed.wait_for(lambda value, seen=seen: value != seen)  # type: ignore[misc]
 
@@ -394,6 +408,9 @@ class Daemon:
         seen, orders = None, None
         while True:
             state = await self._voter.state.wait_for(lambda value, seen=seen: value is not seen)  # type: ignore[misc]
+            if seen is None or state.nodes.get(self.node_id) is not seen.nodes.get(self.node_id):
+                # A refusal has put into the log what was seen then; when that is over it must not stay there.
+                self._observed.set(self._observed.value + 1)
             seen = state
             self._leader_inbox.put_nowait(StateAdvanced(state=state))
             now_ordered = self._orders(state)
@@ -432,8 +449,6 @@ class Daemon:
                         observed=observed,
                     )
                 )
-                # The other side of what was observed: when it is over, that is to be committed, too.
-                self._observed.set(self._observed.value + 1)
             case Announce():
                 # The end of what was ordered is told by the log, among the other things that are agreed.
                 is_told = done.kind in ("replica.ended", "replica.refused") and effect.order is not None

@@ -20,6 +20,7 @@ from gpulayer.core.cluster.commands import (
     ForgetJobs,
     LogEntry,
     ReplicaEnded,
+    ReplicaRefused,
     ReplicaReleased,
     RevokeToken,
     StopJob,
@@ -44,7 +45,7 @@ TRAILING_ENTRIES = 2_000
 
 
 # Commands that are accepted on a full disk too: with them people and nodes get rid of what fills it.
-ENDING = (StopJob, ReplicaEnded, ReplicaReleased, ForgetJobs, RevokeToken)
+ENDING = (StopJob, ReplicaEnded, ReplicaReleased, ReplicaRefused, ForgetJobs, RevokeToken)
 
 
 @dataclass(slots=True, eq=False)

@@ -229,7 +229,10 @@ class AttemptShell:
             self._fail_start(effect.run, Reason(code="spawn_failed", text=text))
             return
         self._shares = order.assignment.devices
+        kept = self._services.devices.shared_fds(self.id)
         refused = await self._services.devices.take(self.id, self._shares)
+        if self._services.devices.shared_fds(self.id) != kept:
+            self._lock_keeper = None  # its shim has none of them, or not all
         if refused is not None:
             self._log.warning("run.refused", run=effect.run, text=refused.reason.text)
             self._emit(StartRefused(run=effect.run, reason=refused.reason, observed=refused.observed))
@@ -276,7 +279,8 @@ class AttemptShell:
             devices.take_up(
                 self.id, await link.held([str(name) for name in names], timeout_seconds=LOG_ANSWER_SECONDS_MAX)
             )
-        devices.take_again(self.id, self._shares)
+        if hello.get("gone") is not True:
+            devices.take_again(self.id, self._shares)
         if devices.shared_fds(self.id).keys() != set(names):
             await link.hold(devices.shared_fds(self.id), timeout_seconds=LOG_ANSWER_SECONDS_MAX)
         self._lock_keeper = link.shim

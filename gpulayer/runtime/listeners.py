@@ -53,6 +53,8 @@ _SOCKET_HEADER = struct.Struct("=BBBB")
 _SOCKET_TAIL = struct.Struct("=IIIII")  # expires, rqueue, wqueue, uid, inode
 _SOCKET_BYTES = 72
 _ANSWER_BYTES_MAX = 64 * 1024
+# Of another process's command line, which it may make as long as it likes.
+ARGUMENTS_BYTES_MAX = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,7 @@ def _commands(watched: _Watched) -> list[list[str]]:
 def _arguments(pid: int) -> list[str]:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            raw = file.read()
+            raw = file.read(ARGUMENTS_BYTES_MAX)
     except OSError:
         return []
     return [each.decode("utf-8", "replace") for each in raw.split(b"\0")[:-1]]

@@ -224,12 +224,20 @@ class ShimLink:
 
     async def hold(self, fds: Mapping[str, int], *, timeout_seconds: float) -> None:
         """The shim keeps these open, by name, as long as it lives: what is locked through them outlives us."""
-        for names in _batches(list(fds)):
-            reply = await self.request(
-                "hold", timeout_seconds=timeout_seconds, fds=[fds[name] for name in names], names=names
-            )
-            if reply.get("ok") is not True:
-                raise ShimSilent(f"shim {self.shim.pid} does not hold {', '.join(names)}: {reply.get('error')}")
+        try:
+            # Ours may be closed, and their numbers used anew, while this waits for its turn to send.
+            copies = _copies(fds)
+        except OSError as error:
+            raise ShimSilent(f"shim {self.shim.pid} was not given {', '.join(fds)}: {error.strerror}") from error
+        try:
+            for names in _batches(list(copies)):
+                reply = await self.request(
+                    "hold", timeout_seconds=timeout_seconds, fds=[copies[name] for name in names], names=names
+                )
+                if reply.get("ok") is not True:
+                    raise ShimSilent(f"shim {self.shim.pid} does not hold {', '.join(names)}: {reply.get('error')}")
+        finally:
+            _close_all(copies.values())
 
     async def held(self, names: Iterable[str], *, timeout_seconds: float) -> dict[str, int]:
         """Copies of those of the named descriptors that the shim holds. The caller closes them."""
@@ -346,6 +354,18 @@ class ShimLink:
 
 def _batches(names: list[str]) -> list[list[str]]:
     return [names[start : start + FDS_MAX] for start in range(0, len(names), FDS_MAX)]
+
+
+def _copies(fds: Mapping[str, int]) -> dict[str, int]:
+    """Descriptors of the same files. OSError, and then there is none."""
+    copies: dict[str, int] = {}
+    try:
+        for name, fd in fds.items():
+            copies[name] = os.dup(fd)
+    except OSError:
+        _close_all(copies.values())
+        raise
+    return copies
 
 
 def _close_all(fds: Iterable[int]) -> None:

@@ -60,6 +60,9 @@ INTEGER_DIGITS_MAX = 19
 # One line, and nothing that turns the text around it: what controls, separates lines, or sets a direction is left out.
 TOKEN_LABEL = re.compile(r"[^\u0000-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e\u2066-\u2069]{0,200}")
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,128}")
+# Each is compared with every model there is, whenever somebody asks why the job waits.
+GPU_MODELS_MAX = 32
+GPU_MODEL_CHARS_MAX = 128
 _SHOWN_CHARS_MAX = 60
 
 # The end is optional: a string that is not closed is one match to the end of the text, so this stays linear.
@@ -425,6 +428,11 @@ def _requirements(fields: Fields) -> Requirements:
     models = (fields.text("gpu_model", ""),) if isinstance(fields.raw("gpu_model"), str) else fields.texts("gpu_model")
     memory_mib = fields.whole("gpu_memory_mib", 0, 0, MIB_MAX)
     vendor = fields.text_or_none("vendor")
+    if len(models) > GPU_MODELS_MAX or any(len(model) > GPU_MODEL_CHARS_MAX for model in models):
+        raise InvalidRequest(
+            f"gpu_model: more than {GPU_MODELS_MAX} patterns, or one of more than {GPU_MODEL_CHARS_MAX} characters",
+            hint="use * for the part that may be anything",
+        )
     for key, value in (("gpu_model", models), ("gpu_memory_mib", memory_mib), ("vendor", vendor)):
         if value and not gpus_milli:
             raise InvalidRequest(

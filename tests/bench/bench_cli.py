@@ -52,6 +52,15 @@ def measure(commands: dict[str, Sequence[str]], runs: int, env: dict[str, str]) 
     return taken
 
 
+def show(taken: dict[str, list[float]], runs: int) -> None:
+    print(
+        f"machine: {os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}; {runs} runs each"
+    )
+    for name, values in taken.items():
+        low, high = min(values), max(values)
+        print(f"{name:28} median {statistics.median(values):6.1f} ms  (min {low:6.1f}, max {high:6.1f})")
+
+
 def main(runs: int) -> int:
     script = shutil.which("gpulayer", path=str(Path(sys.executable).parent))
     gpulayer = [script] if script else [sys.executable, "-m", "gpulayer"]
@@ -75,12 +84,7 @@ def main(runs: int) -> int:
             )
         finally:
             daemon.end()
-    print(
-        f"machine: {os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}; {runs} runs each"
-    )
-    for name, values in taken.items():
-        low, high = min(values), max(values)
-        print(f"{name:28} median {statistics.median(values):6.1f} ms  (min {low:6.1f}, max {high:6.1f})")
+    show(taken, runs)
     yardstick = statistics.median(taken["python -c pass"])
     more = statistics.median(taken["gpulayer --help"]) - yardstick
     submit = statistics.median(taken["gpulayer submit --detach"])

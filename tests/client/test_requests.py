@@ -18,7 +18,7 @@ from gpulayer.wire.http import spec_to_json, submit_from_json
 
 
 def test_importing_the_client_brings_nothing_heavy_along() -> None:
-    heavy = "{'trio', 'httpx', 'starlette', 'cbor2', 'rich', 'cyclopts', 'structlog'}"
+    heavy = "{'trio', 'asyncio', 'anyio', 'httpx', 'starlette', 'cbor2', 'rich', 'cyclopts', 'structlog'}"
     code = f"import sys, gpulayer as gl; gl.connect; gl.service; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "set()"

@@ -72,6 +72,44 @@ def test_a_process_that_outlived_both_daemon_and_shim_keeps_others_from_its_gpu(
     two.wait_ready(waiting, seconds=40)
 
 
+def test_who_comes_back_to_a_gpu_that_others_took_meanwhile_does_not_start_on_it_again(
+    make_daemon: DaemonMaker, tmp_path: Path
+) -> None:
+    """Daemon and shim were killed together, and so the lock was free. The daemon found it taken when it came back, and
+    restarted its run all the same: it had asked once, which was enough to count as having it."""
+    nvml = FakeNvml(tmp_path, gpus=1)
+    one, two = make_daemon(env=nvml.env()).start(), make_daemon(env=nvml.env()).start()
+    job = ready(one, gpus=1)
+    one.kill9()
+    for shim in one.shims_on_host():
+        os.kill(shim, signal.SIGKILL)
+    others = ready(two, gpus=1)
+    one.start()
+    one.wait_job(job, lambda status: status["state"] == "waiting")
+    assert not one.runs_on_host()
+    two.cancel(others)
+    one.wait_ready(job, seconds=40)
+
+
+def test_what_lost_its_lock_to_others_is_not_restarted_on_the_gpu(make_daemon: DaemonMaker, tmp_path: Path) -> None:
+    nvml = FakeNvml(tmp_path, gpus=1)
+    one, two = make_daemon(env=nvml.env()).start(), make_daemon(env=nvml.env()).start()
+    job = ready(one, gpus=1)
+    pid = one.replica(job)["pid"]
+    os.kill(one.pid, signal.SIGSTOP)
+    try:
+        for place in ("/run/lock", "/dev/shm"):
+            Path(place, f"gpulayer-{nvml.uuids[0]}.lock").unlink(missing_ok=True)
+        ready(two, gpus=1)
+    finally:
+        os.kill(one.pid, signal.SIGCONT)
+    wait_for(lambda: "cannot be taken again" in one.cli("status").stdout, 10)
+    assert one.replica(job)["pid"] == pid  # what runs is left alone, and told of
+    os.kill(pid, signal.SIGKILL)
+    one.wait_job(job, lambda status: status["state"] == "waiting")
+    assert not one.runs_on_host()
+
+
 def test_a_declared_device_is_its_data_directorys_own(make_daemon: DaemonMaker) -> None:
     config = '[[accelerators]]\nkind = "cuda"\nmodel = "H100"\nmemory = "80GiB"\nuuid = "GPU-declared"\n'
     one, two = make_daemon(config=config).start(), make_daemon(config=config).start()

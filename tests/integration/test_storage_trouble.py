@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.nvml import FakeNvml
 from tests.integration.conftest import DaemonMaker
 from tests.integration.daemon import Daemon, is_alive, wait_for
 from tests.integration.programs import serve
@@ -118,6 +119,27 @@ def test_a_job_that_fills_the_disk_can_be_cancelled(small_disk: Path, make_daemo
     for big in small_disk.glob("data/sandboxes/*/work/big"):
         big.unlink()
     wait_for(lambda: daemon.request("POST", "/v1/jobs", {"command": ["true"]})[0] == 201, 20, "room again")
+
+
+def test_a_device_that_is_well_again_while_the_disk_was_full_is_used_when_there_is_room(
+    small_disk: Path, tmp_path: Path, make_daemon: DaemonMaker
+) -> None:
+    """Nothing more happens on the device: what could not be committed has to be tried again by itself."""
+    nvml = FakeNvml(tmp_path, gpus=1)
+    daemon = make_daemon(env=nvml.env(), config='[storage]\nfree_min = "12MiB"\n')
+    daemon.place(small_disk / "data")
+    daemon.start()
+    nvml.fault(0, "lost")
+    wait_for(lambda: "lost" in str(daemon.call("GET", "/v1/events")), 20)
+    waiting = daemon.batch(["true"], gpus=1)
+    filler = small_disk / "filler"
+    fill(filler)
+    wait_for(lambda: daemon.request("POST", "/v1/jobs", {"command": ["true"]})[0] == 507, 20)
+    nvml.well(0)
+    wait_for(lambda: daemon.call("GET", "/v1/nodes")[0]["devices"][0]["unhealthy"] is None, 20)
+    wait_for(lambda: "node.change_not_committed" in daemon.log_tail(), 20)
+    filler.unlink()
+    assert daemon.wait_ended(waiting, 40)["state"] == "succeeded"
 
 
 def fill(path: Path) -> None:

@@ -232,3 +232,10 @@ def test_a_code_without_a_class_of_its_own_goes_by_the_status(
 @given(json_values, st.integers(100, 599))
 def test_whatever_a_proxy_answers_is_an_error_in_words(document: object, status: int) -> None:
     assert http.error_from_json(document, status).message
+
+
+@pytest.mark.parametrize("patterns", [["x" * 129], ["x"] * 33])
+def test_model_patterns_are_bounded(patterns: list[str]) -> None:
+    """Each is compared with every model, whenever somebody asks why the job waits."""
+    with pytest.raises(InvalidRequest, match="gpu_model"):
+        http.parse_submit(json.dumps({"command": ["a"], "gpus": 1, "gpu_model": patterns}).encode())

@@ -175,7 +175,11 @@ def _nonsense_in(capabilities: Capabilities) -> str:
 
 def _what_it_has(node: Node) -> str:
     gpus = len([device for device in node.capabilities.accelerators if device.kind != "cpu"])
-    return f"node {node.name} joined at {node.advertise} with {_count(gpus, 'GPU')}"
+    text = f"node {node.name} joined at {node.advertise} with {_count(gpus, 'GPU')}"
+    has = node.capabilities
+    if has.gpu_detect == "error":
+        text += f"; gpu_detect=error: {'; '.join(has.undetected)}"
+    return text
 
 
 def _what_changed(old: Node, new: Node) -> str:

@@ -251,6 +251,8 @@ def _of_one_kind(
 
 def _is_undivided(device: Accelerator, node: Node, free: Free) -> bool:
     """Nothing is held of what cannot be used beside it (MIG)."""
+    if not device.parent and not any(each.parent == device.uuid for each in node.capabilities.accelerators):
+        return True
     by_uuid = {each.uuid: each for each in node.capabilities.accelerators}
     return all(
         free.gpu_milli.get(uuid, 0) >= MILLI - by_uuid[uuid].foreign_milli

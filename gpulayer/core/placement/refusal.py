@@ -185,8 +185,10 @@ def is_permanent(refusal: Refusal) -> bool:
             return needed > all_milli
         case TooLittleMemory(needed_mib=needed, all_mib=all_mib):
             return needed > all_mib
-        case MissingLabel() | NoAccelerators() | WrongAcceleratorKind() | WrongVendor() | WrongModel():
+        case MissingLabel() | WrongAcceleratorKind() | WrongVendor() | WrongModel():
             return True
+        case NoAccelerators(undetected=why):
+            return not why  # a driver that fails may answer in a moment
         case TooLittleGpuMemory():
             return True
         case NotPlaceable() | SameJobAlreadyThere() | HeldForEarlier():
@@ -284,6 +286,8 @@ def waiting_reason(refusals: Iterable[Refusal]) -> Reason:
         return Reason(code="never_fits", text=summary(refusals), hint=_what_there_is(refusals))
     if not refusals:
         hint = "it is placed as soon as a node has joined"
+    elif any(isinstance(refusal, NoAccelerators) and refusal.undetected for refusal in refusals):
+        hint = "see `gpulayer resources detect` on that node; it starts by itself when its driver answers"
     elif all(isinstance(refusal, SameJobAlreadyThere) or is_permanent(refusal) for refusal in refusals):
         hint = "add a node, or submit with --spread any so that replicas may share one"
     else:
@@ -297,8 +301,6 @@ def _what_there_is(refusals: Iterable[Refusal]) -> str:
     wrong_models = [refusal for refusal in refusals if isinstance(refusal, WrongModel)]
     too_small = [refusal for refusal in refusals if isinstance(refusal, TooLittleGpuMemory)]
     otherwise = "or add a node that has it; `gpulayer job explain JOB` has every node"
-    if any(isinstance(refusal, NoAccelerators) and refusal.undetected for refusal in refusals):
-        return "see `gpulayer resources detect` on that node; it starts by itself when its driver answers"
     if wrong_models:
         models = sorted({re.sub(r"^\d+ x ", "", model) for refusal in wrong_models for model in refusal.there})
         near = _nearest(wrong_models[0].needed, models)

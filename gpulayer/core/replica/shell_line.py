@@ -20,6 +20,7 @@ _OPERATORS = frozenset("();|&\n")
 # What a person types is shorter. A command may have 512 KiB, and a daemon reads it after every exit.
 _WORDS_MAX = 500
 _SCRIPT_CHARACTERS_MAX = 4096
+_CHARACTERS_MAX = 16_384
 
 
 class Step(NamedTuple):
@@ -53,6 +54,9 @@ class Line(NamedTuple):
 
 def read(argv: Sequence[str]) -> Line:
     """`sh -c SCRIPT` (also behind `env`, `timeout 5` and the like) step by step; anything else as one step."""
+    if sum(len(word) for word in argv[:_WORDS_MAX]) > _CHARACTERS_MAX:
+        # The daemon reads every command that ends, and nobody typed this one.
+        return Line(shell="", is_interactive=False, script="", steps=())
     before, words = _unwrapped(argv[:_WORDS_MAX])
     shell = base_name(words[0]) if words and base_name(words[0]) in SHELLS else ""
     options, script = _options_and_script(words) if shell else ([], None)

@@ -154,7 +154,7 @@ def _emptied(case: _Case) -> Trap | None:
 # --- environments -------------------------------------------------------------------------------------------------
 
 _CONDAS = frozenset(("conda", "mamba", "micromamba"))
-_PREPARED = r"conda\.sh|\bshell\S* hook"
+_PREPARED = r"conda\.sh|\bshell\S{0,40} hook"
 
 
 def _conda_activate(case: _Case) -> Trap | None:
@@ -200,7 +200,7 @@ def _source_in_sh(case: _Case) -> Trap | None:
 
 def _sudo(case: _Case) -> Trap | None:
     for step in case.line.steps:
-        keeps = any(re.fullmatch(r"-\w*E\w*|--preserve-env.*", word) for word in step.words)
+        keeps = any(re.fullmatch(r"-[^\WE]*E\w*|--preserve-env.*", word) for word in step.words)
         if step.program == "sudo" and not keeps:
             return Trap(
                 what="sudo takes $PORT, CUDA_VISIBLE_DEVICES and the like away, and may ask for a password",
@@ -241,7 +241,7 @@ _OPTIONS = (
 _LEAVE: tuple[_Leaves, ...] = (
     _Leaves(
         programs="docker podman",
-        leaves=rf"run {_OPTIONS}(?:-[dit]*d[dit]*|--detach)\b|compose up .*(?:-d|--detach)\b",
+        leaves=rf"run {_OPTIONS}(?:-[it]*d[dit]*|--detach)\b|compose up .*(?:-d|--detach)\b",
         instead="write it without -d, and with --rm",
     ),
     _Leaves(programs="docker podman", leaves=r"start\b", stays=r"-a\b|--attach", instead="write `docker run --rm …`"),

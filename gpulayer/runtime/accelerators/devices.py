@@ -250,33 +250,45 @@ class Devices:
     async def take(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> NotTaken | None:
         """Locks them for the attempt, unless it has them already; None when it is done. The node's own last word
         (P3): a device that is not well or on which others are is not taken, whatever the order says."""
-        if attempt in self._holds or not shares:
+        # Also of what has run already: somebody may have taken what it had while no daemon was there, or the lock file
+        # was removed.
+        missing = self._missing(attempt, shares)
+        if not missing:
             return None
         if not await self.first_look():
             return self._not_taken(shares, "the driver has not answered yet")
-        if obstacle := self._obstacle(shares):
+        if obstacle := self._obstacle(missing):
             return self._not_taken(shares, obstacle)
         self._taking.add(attempt)
         try:
-            not_taken = await self._lock(attempt, shares)
+            not_taken = await self._lock(attempt, missing)
         finally:
             self._taking.discard(attempt)
-        if not_taken is not None or not self.can_tell(shares):
+        if not_taken is not None or not self.can_tell(missing):
             return not_taken
         # Now that nobody else can begin on them: is somebody there all the same? What was seen before may be a second
         # old, and a process may have outlived its lock.
         await self.look_now()
-        if obstacle := self._obstacle(shares) or self._leftover(shares):
+        if obstacle := self._obstacle(missing) or self._leftover(missing):
             self.release(attempt)
             return self._not_taken(shares, obstacle)
         return None
+
+    def _missing(self, attempt: AttemptId, shares: Iterable[DeviceShare]) -> list[DeviceShare]:
+        """Of these what it does not hold, or only in a file that others do not find."""
+        there = {hold.uuid for hold in self._holds.get(attempt, ()) if hold.is_in_place()}
+        return [share for share in shares if share.uuid not in there]
 
     async def _lock(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> NotTaken | None:
         deadline = trio.current_time() + TAKE_SECONDS_MAX
         while True:
             found = self._try_to_take(shares)
             if isinstance(found, list):
-                self._holds[attempt] = tuple(found)
+                before = self._holds.get(attempt, ())
+                replaced = {hold.uuid for hold in found}
+                _close(hold for hold in before if hold.uuid in replaced)
+                self._holds[attempt] = (*(hold for hold in before if hold.uuid not in replaced), *found)
+                self._lost.pop(attempt, None)
                 return None
             if isinstance(found, str):
                 return self._not_taken(shares, found)

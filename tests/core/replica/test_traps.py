@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from typing import Literal
 
 import pytest
@@ -310,3 +311,19 @@ def test_a_command_as_long_as_may_be_is_looked_at_in_no_time() -> None:
     script = "app & " * 80_000
     assert traps.at_submit(job(["sh", "-c", script[:100_000]])) == ()
     assert traps.at_submit(job(["app", *["--port"] * 60_000])) != ()
+
+
+def test_a_command_that_nobody_typed_costs_nothing_to_judge() -> None:
+    """Whoever may submit must not stop the daemon's loop with a word that a pattern chews on for minutes."""
+    for argv in (
+        ("/bin/sudo", "-" + "E" * 130_000 + "!"),
+        ("/bin/docker", "run", "-" + "d" * 130_000 + "x"),
+        ("sh", "-c", "conda activate x; " + "shell" * 20_000),
+        ("/bin/docker", "run", "-" + "d" * 4000 + "x"),
+        ("/bin/sudo", "-" + "E" * 4000 + "!"),
+    ):
+        began = time.process_time()
+        spec = JobSpec(kind="service", name="x", argv=argv)
+        traps.at_submit(spec)
+        traps.after_exit(spec, Exit(run=1, code=1))
+        assert time.process_time() - began < 1.0, argv[0]
