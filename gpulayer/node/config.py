@@ -86,7 +86,7 @@ class Config:
     """So long the first answer of the driver is waited for. It takes a tenth of a second; one that hangs must not keep
     the daemon from answering itself."""
     observed_seconds: float = 10.0
-    """At least so long lies between two changes of what the node has that are committed (lifecycle.md §2.1)."""
+    """At least so long lies between two changes of what the node has that are committed: each is a log entry."""
     warnings: tuple[str, ...] = field(default=())
 
 

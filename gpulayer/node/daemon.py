@@ -123,6 +123,7 @@ class Daemon:
             locks=DeviceLocks(_lock_directory(), owner.data_dir),
             assigned=self._assigned_devices,
             changed=self._devices_changed,
+            cards=self._cards,
         )
         self._plan_trouble = ""
         """Why plans are not committed now: said once, not with every try."""
@@ -140,6 +141,7 @@ class Daemon:
             ports=config.service_ports,
             nofile=nofile,
             wanted=lambda: {order.assignment.id for order in self._orders(self.state)},
+            is_withdrawn=self._is_withdrawn,
             tethered=config.tethered,
         )
         self._nursery: trio.Nursery | None = None
@@ -361,7 +363,7 @@ class Daemon:
 
     async def _follow_devices(self) -> None:
         """What the node has becomes part of the log when it changes: the first change at once, then one in
-        `observed_seconds`, so that a device that comes and goes does not fill the log (lifecycle.md §2.1)."""
+        `observed_seconds`, so that a device that comes and goes does not fill the log."""
         told = ""
         while True:
             seen = self._observed.value
@@ -389,6 +391,11 @@ class Daemon:
             found = {each.id: each.devices for each in state.assignments(self.node_id) if each.devices}
             self._assigned = state, found
         return self._assigned[1]
+
+    def _is_withdrawn(self, attempt: AttemptId) -> bool:
+        job = self.state.jobs.get(attempt.replica.job)
+        assignment = job.replicas[attempt.replica.index].assignment if job is not None else None
+        return assignment is None or assignment.attempt != attempt.attempt or assignment.withdrawn is not None
 
     # --- routes -------------------------------------------------------------------------------------------------
 
@@ -558,7 +565,7 @@ def run(options: UpOptions) -> int:
 
 
 async def _main(config: Config, notifier: ServiceNotifier) -> int:
-    # What can be refused without touching anything comes first: no half start (T50).
+    # What can be refused without touching anything comes first: no half start.
     declared_accelerators(config.accelerators, node_id=NodeId("n-0"))
     with (
         open_data_dir(config.data_dir, abandon_state=config.abandon_state) as data,

@@ -36,7 +36,7 @@ from gpulayer.wire.codec import DecodeError, EncodeError, decode, digest, encode
 
 log = structlog.get_logger()
 
-# Entries of one transaction (consensus.md §1): what is queued while the last one was written goes together.
+# Entries of one transaction: what is queued while the last one was written goes together.
 BATCH_ENTRIES_MAX = 256
 # Proposals that wait to be written. The HTTP server lets fewer requests in; more than this is a loop gone wild.
 QUEUE_MAX = 10_000

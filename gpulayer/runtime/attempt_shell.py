@@ -134,6 +134,7 @@ class Services:
     advertise: str
     base_env: Mapping[str, str]
     devices: Devices
+    is_withdrawn: Callable[[AttemptId], bool]
     log: Json
     nofile: tuple[int, int] | None
     boot_id: str
@@ -236,6 +237,9 @@ class AttemptShell:
         if refused is not None:
             self._log.warning("run.refused", run=effect.run, text=refused.reason.text)
             self._emit(StartRefused(run=effect.run, reason=refused.reason, observed=refused.observed))
+            return
+        if self._services.is_withdrawn(self.id):  # which took longer than it takes to change one's mind
+            self._fail_start(effect.run, Reason(code="cancelled", text="it was taken back before it was started"))
             return
         try:
             link = await self._linked_shim(order)
@@ -475,7 +479,7 @@ class AttemptShell:
         services.sandboxes.make(self.id, self._content)
 
     def _is_in_place(self, shim: ShimProcess) -> bool:
-        """T32: someone may have removed the sandbox by hand, or what the next daemon finds its shim by. Only `work` is
+        """Someone may have removed the sandbox by hand, or what the next daemon finds its shim by. Only `work` is
         made again for the same shim.
 
         Not in a thread, and nothing is read while nothing changed: the kernel has these names in its caches, and a
@@ -512,6 +516,7 @@ class AttemptShell:
         """The hello of a shim found at the start. ShimGone: it is none of ours. ShimSilent: it does not answer yet.
         `is_certain`: it is known for ours, so that its run is not to be touched just because we do not reach it."""
         await self._begun.wait()
+        self._services.devices.await_locks(self.id)
         self._before_adoption = []
         deadline = trio.current_time() + FIRST_HELLO_SECONDS_MAX
         while True:
@@ -529,6 +534,7 @@ class AttemptShell:
                     self._nursery.start_soon(self._reconnect, shim)
                 elif self._shim is None or await self._has_died(shim):
                     self._before_adoption = None
+                    self._services.devices.release(self.id)
                     raise
                 raise ShimSilent(str(error)) from error
 
@@ -698,6 +704,8 @@ class AttemptShell:
         if run is None or run.is_gone or run.is_orphaned:
             return
         run.is_orphaned = True
+        # What it alone had locked is not locked any more, and processes of it are still there.
+        self._services.devices.take_again(self.id, self._shares)
         self._services.checks.forget(self.id, run.number)
         records = await trio.to_thread.run_sync(self._services.sandboxes.runs, self.id)
         record = next((each for each in records if each.run == run.number), None)
@@ -845,7 +853,7 @@ class AttemptShell:
             await self._quit(link)
         elif self._has_spawned:  # a walk through all of /proc; not for each old sandbox at the daemon's start
             await trio.to_thread.run_sync(self._end_unlinked_shim)
-        if link is None and self._unsaid:
+        if link is None and self._unsaid and self._content:  # else it has no sandbox: its first start was refused
             await trio.to_thread.run_sync(self._write_notes_without_shim)
         with trio.move_on_after(QUIT_SECONDS_MAX):
             await self._swept.wait()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from gpulayer.core.replica.messages import Order
 
 # Who the user is, where programs and libraries are, which language and time: what a login shell would give. Everything
-# else of the daemon's is its own business, its sockets, tokens and watchdog above all (lifecycle.md §4.5).
+# else of the daemon's is its own business, its sockets, tokens and watchdog above all.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 INHERITED_PREFIX = "LC_"
 PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

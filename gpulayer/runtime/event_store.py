@@ -1,6 +1,6 @@
 """The node's event feed, durable in a SQLite file of its own. Written by its own thread: nothing waits for it.
 
-What readers may rely on (lifecycle.md §9): the events of one source come in their order and once each, also across a
+What readers may rely on: the events of one source come in their order and once each, also across a
 restart and however often they are added again; whoever comes back too late is told that events were lost. The feed is a
 convenience: a file that is damaged is moved aside and begun anew, and the daemon goes on.
 

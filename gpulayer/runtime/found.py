@@ -73,6 +73,7 @@ class OnDisk:
             for each in (listed if isinstance(listed, list) else ())
             if isinstance(each, dict)
             and isinstance(each.get("uuid"), str)
+            and each["uuid"]
             and isinstance(each.get("milli"), int)
             and 0 < each["milli"] <= MILLI
         )

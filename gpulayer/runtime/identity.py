@@ -5,7 +5,7 @@ out. Knows nothing of clusters, keys or the log.
 
     node.json     which node this is, and which machine and directory it was made on
     cluster.json  whose log lies in it
-    epoch         how many times a daemon has started here; durable before the first packet is sent (lifecycle.md §1)
+    epoch         how many times a daemon has started here; durable before the first packet is sent
     lock          held as long as the daemon runs; contains its pid
 """
 
@@ -111,7 +111,7 @@ def _made_private(where: Path) -> tuple[str, ...]:
             hint="run it as that user, or choose another directory with --data-dir",
         )
     if found.st_mode & 0o077:
-        # It holds keys and tokens (lifecycle.md §8).
+        # It holds sandboxes, and a socket that needs no token.
         where.chmod(0o700)
         return (
             f"data directory {where} was open to other users (mode {stat.S_IMODE(found.st_mode):04o}); it is 0700 now",

@@ -1,7 +1,7 @@
 """Who listens where: the kernel's table of listening TCP sockets, and whether a run's own processes are in it.
 
-A replica is listed only while a socket of its own tree accepts on its port (architecture.md P5). The kernel tells
-sockets (by inode) and processes (by descriptor) apart, so a socket is followed to its owner once, when it first
+A replica is listed only while a socket of its own tree accepts on its port (P5 of docs/architecture.md). The kernel
+tells sockets (by inode) and processes (by descriptor) apart, so a socket is followed to its owner once, when it first
 appears, with one connect on the advertise address; after that its inode in the table is proof enough, and a check of
 any number of runs costs one dump of the table. Events go out only when something changed.
 """

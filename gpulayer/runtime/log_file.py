@@ -89,7 +89,7 @@ class LogStats:
     last_commit_seconds: float
     pending: int
     oldest_pending_seconds: float
-    """How long the oldest unanswered write has been waiting: a disk that hangs shows here (consensus.md §2)."""
+    """How long the oldest unanswered write has been waiting: a disk that hangs shows here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

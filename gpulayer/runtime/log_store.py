@@ -1,9 +1,9 @@
 """The Raft log, the vote and the snapshots, durable in one SQLite file. Payloads are opaque bytes here.
 
 One thread owns the file. Whoever asks is answered when what it asked for is on the disk: term, vote, truncation and
-entries in one transaction (consensus.md §1), with everything that was queued while the last one was being synced. The
-first write that fails ends the store for good (lifecycle.md §7); a disk that is merely filling up only stops new
-entries. Decides nothing about terms or entries: it refuses what breaks its own rules, and that is our mistake then.
+entries in one transaction, with everything that was queued while the last one was being synced. The first write that
+fails ends the store for good, since nobody knows then what is on the disk; a disk that is merely filling up only stops
+new entries. Decides nothing about terms or entries: it refuses what breaks its own rules, and that is our mistake then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gpulayer.model.errors import StorageFailed
 from gpulayer.model.ids import NodeId
 from gpulayer.runtime.log_file import BROKEN, Entry, HardState, LogFile, LogStats, Recovered, Write, words
 
-# One transaction takes this much of what is queued (consensus.md §1): enough to share a sync among many, and an answer
-# is never more than some milliseconds of writing away.
+# One transaction takes this much of what is queued: enough to share a sync among many, and an answer is never more than
+# some milliseconds of writing away.
 BATCH_ENTRIES_MAX = 256
 BATCH_BYTES_MAX = 1024 * 1024
 IDLE_SECONDS = 0.5
@@ -153,7 +153,7 @@ class LogStore:
         """Replace the snapshot, and drop entries up to `index - keep_entries`. Durable on return, or the old one stays.
 
         A log that does not contain (index, term) is not a continuation of the snapshot and is dropped whole: the next
-        entry is `index + 1` (consensus.md §2, snapshot install). Allowed while `disk_low`: it is what frees space.
+        entry is `index + 1` (Raft §7, InstallSnapshot). Allowed while `disk_low`: it is what frees space.
         """
         await self._wait_for(
             lambda done: self._put(Write(snapshot=(index, term, blob), keep_entries=keep_entries), done)

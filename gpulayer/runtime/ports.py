@@ -2,7 +2,7 @@
 bind.
 
 New for every run, so that a client of the old run is refused and not answered by someone else, and so that a new run
-never fails on what the old one has not let go of (cases.md T05, T50). Between the bind that proves it free and the
+never fails on what the old one has not let go of. Between the bind that proves it free and the
 service's own bind anyone may take it; the listener checks then name who did, and the next run gets another one.
 """
 

@@ -1,7 +1,7 @@
 """What a killed shim left running, found and ended: by cgroup, by GPULAYER_RUN_ID, by the session that the run began.
 
-Never by name, and never by a pid alone (lifecycle.md §4.4). Everything here reads /proc and waits; the supervisor calls
-it in threads.
+Never by name, and never by a pid alone: the next process of that number is somebody else's. Everything here reads /proc
+and waits; the supervisor calls it in threads.
 """
 
 from __future__ import annotations

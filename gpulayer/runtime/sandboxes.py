@@ -27,7 +27,7 @@ from gpulayer.shim import notes
 Json: TypeAlias = dict[str, Any]
 
 FORMAT = 1
-# lifecycle.md §9: sandboxes and logs are kept 7 days, or a tenth of the disk.
+# Sandboxes and logs are kept 7 days, or a tenth of the disk (docs/operating.md).
 KEPT_SECONDS = 7 * 86400.0
 KEPT_FRACTION_OF_DISK = 0.1
 # Ours is under 2 KiB; whoever wrote more than this did not write ours.
@@ -68,7 +68,7 @@ class Sandboxes:
             _sync(self.root)
         except FileExistsError:
             pass
-        # T32: someone may have removed it by hand; a new run gets a new one.
+        # Someone may have removed it by hand; a new run gets a new one.
         (path / "work").mkdir(mode=0o700, exist_ok=True)
         _write_durably(path, "attempt.json", json.dumps({"format": FORMAT, **content}).encode() + b"\n")
         return path

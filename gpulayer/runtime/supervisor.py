@@ -85,10 +85,12 @@ class Supervisor:
         rng: Random | None = None,
         nofile: tuple[int, int] | None = None,
         wanted: Callable[[], Container[AttemptId]] = frozenset,
+        is_withdrawn: Callable[[AttemptId], bool] = lambda _: False,
         tethered: bool = False,
     ) -> None:
         """`ports`: first and last. `nofile`: the limit of open files that runs get, if the daemon raised its own.
-        `wanted`: the attempts in the orders, whose sandboxes are never pruned. `tethered`: shims and replicas end with
+        `wanted`: the attempts in the orders, whose sandboxes are never pruned. `is_withdrawn`: whether an order was
+        taken back since it was handed on. `tethered`: shims and replicas end with
         this process, however it ends."""
         self._emit = emit
         self._held: list[AttemptEvent] | None = None
@@ -108,6 +110,7 @@ class Supervisor:
             advertise=advertise,
             base_env=dict(base_env),
             devices=devices,
+            is_withdrawn=is_withdrawn,
             log={"max_bytes": log_max_bytes, "keep": log_keep},
             nofile=nofile,
             boot_id=boot_id(),
@@ -318,7 +321,7 @@ class Supervisor:
             log.info("cgroups.unavailable", reason=prepared.reason)
 
     async def _keep_house(self) -> None:
-        """Sandboxes that have been kept long enough go (lifecycle.md §9)."""
+        """Sandboxes that have been kept long enough go."""
         await trio.sleep(HOUSEKEEPING_FIRST_SECONDS)
         while True:
             kept = _Either(self._wanted(), self._attempts)

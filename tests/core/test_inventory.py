@@ -1,4 +1,4 @@
-"""What a node says of its devices, from what the driver says of them: never a crash, never a silent zero (T04, T76)."""
+"""What a node says of its devices, from what the driver says of them: never a crash, never a silent zero."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_device_unknown_to_everyone_is_none() -> None:
 
 
 def test_a_bad_device_is_unhealthy_at_once_and_leaves_the_others_alone() -> None:
-    """T76: one dead GPU made all of the host unusable."""
+    """One dead GPU made all of the host unusable."""
     host = Host(gpu(0), gpu(1), gpu(2))
     host.read(gpu(0), gpu(1, problems=("uncorrectable ECC errors", "2 pages to retire")), gpu(2))
     assert host.unhealthy == {"GPU-1": "uncorrectable ECC errors; 2 pages to retire"}
@@ -289,7 +289,7 @@ def test_no_driver_and_no_sign_of_a_gpu_is_no_error() -> None:
 
 
 def test_no_driver_where_a_card_is_there_is_an_error_with_the_remedy() -> None:
-    """T04: after an upgrade the probe silently found nothing."""
+    """After an upgrade the probe silently found nothing."""
     host = Host()
     host.fail(NO_DRIVER, "NVIDIA card 0000:3b:00.0")
     assert host.inventory.gpu_detect == "error"
@@ -968,7 +968,7 @@ def test_the_hash_seed_changes_nothing() -> None:
 
 
 class Devices(RuleBasedStateMachine):
-    """Four GPUs whose faults come and go: each is judged by its own readings alone (T76)."""
+    """Four GPUs whose faults come and go: each is judged by its own readings alone."""
 
     NUMBER = 4
 

@@ -16,7 +16,7 @@ from tests.integration.programs import serve, sh
 
 
 def test_a_killed_daemon_adopts_its_replicas_and_can_still_stop_them(daemon: Daemon) -> None:
-    """T08: after a restart of the daemon, stop did not kill the process any more."""
+    """After a restart of the daemon, stop did not kill the process any more."""
     job = daemon.submit(serve())
     (endpoint,) = daemon.wait_ready(job)
     pid = daemon.replica(job)["pid"]
@@ -33,7 +33,7 @@ def test_a_killed_daemon_adopts_its_replicas_and_can_still_stop_them(daemon: Dae
 
 
 def test_a_restarted_node_is_back_with_everything_in_five_seconds(daemon: Daemon) -> None:
-    """T55: three minutes of "pending" after a restart."""
+    """There were three minutes of "pending" after a restart."""
     jobs = [daemon.submit(serve()) for _ in range(3)]
     endpoints = {job: daemon.wait_ready(job) for job in jobs}
     pids = daemon.runs_on_host()
@@ -48,7 +48,7 @@ def test_a_restarted_node_is_back_with_everything_in_five_seconds(daemon: Daemon
 
 
 def test_a_stop_of_the_daemon_leaves_replicas_and_only_leave_stop_all_ends_them(daemon: Daemon) -> None:
-    """T10: users disagreed whether stopping the service must stop the workloads. Here it is a documented choice."""
+    """Users disagreed whether stopping the service must stop the workloads. Here it is a documented choice."""
     job = daemon.submit(serve())
     (endpoint,) = daemon.wait_ready(job)
     pid = daemon.replica(job)["pid"]

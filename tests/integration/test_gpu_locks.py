@@ -103,7 +103,7 @@ def test_what_lost_its_lock_to_others_is_not_restarted_on_the_gpu(make_daemon: D
         ready(two, gpus=1)
     finally:
         os.kill(one.pid, signal.SIGCONT)
-    wait_for(lambda: "cannot be taken again" in one.cli("status").stdout, 10)
+    wait_for(lambda: "was removed" in one.cli("status").stdout, 10)
     assert one.replica(job)["pid"] == pid  # what runs is left alone, and told of
     os.kill(pid, signal.SIGKILL)
     one.wait_job(job, lambda status: status["state"] == "waiting")

@@ -58,7 +58,7 @@ def test_the_drivers_gpus_are_there_from_the_first_answer(host: Daemon, nvml: Fa
 
 
 def test_a_gpu_is_given_by_uuid_and_in_the_order_of_the_bus(make_daemon: DaemonMaker, tmp_path: Path) -> None:
-    """T62: numbers mean different devices to different tools."""
+    """Numbers mean different devices to different tools."""
     nvml = FakeNvml(tmp_path, gpus=0)
     nvml.add(1, model="NVIDIA A10", memory_mib=23028)
     nvml.add(1, model="NVIDIA A100", memory_mib=40960)
@@ -108,7 +108,6 @@ def test_mig_instances_are_devices_and_exclude_their_gpu(make_daemon: DaemonMake
 
 
 def test_one_bad_gpu_of_four_leaves_the_others_and_what_runs_on_them_alone(host: Daemon, nvml: FakeNvml) -> None:
-    """T76."""
     jobs = {held(host, job): job for job in (ready(host, gpus=1, name=f"job-{n}") for n in range(4))}
     before = {uuid: host.replica(job) for uuid, job in jobs.items()}
     nvml.fault(2, "lost")
@@ -128,6 +127,17 @@ def test_one_bad_gpu_of_four_leaves_the_others_and_what_runs_on_them_alone(host:
     )
     nvml.well(2)
     wait_device(host, nvml.uuids[2], "unhealthy", text="", seconds=10)
+
+
+def test_a_service_is_not_started_again_on_the_gpu_that_was_lost_under_it(host: Daemon, nvml: FakeNvml) -> None:
+    job = ready(host, gpus=1)
+    lost = nvml.uuids.index(held(host, job))
+    nvml.fault(lost, "lost")
+    wait_device(host, nvml.uuids[lost], "unhealthy", text="lost")
+    assert "device.unhealthy" in host.log_tail()
+    os.kill(host.replica(job)["pid"], signal.SIGKILL)
+    host.wait_replica(job, lambda replica: replica["attempt"] == 2 and replica["state"] == "ready", seconds=60)
+    assert held(host, job) != nvml.uuids[lost]
 
 
 def test_a_gpu_that_fell_off_the_bus_is_not_forgotten_even_by_the_next_daemon(host: Daemon, nvml: FakeNvml) -> None:
@@ -174,7 +184,6 @@ def test_a_daemon_starts_beside_a_driver_that_does_not_answer(
 def test_a_driver_that_prints_garbage_is_an_error_with_its_text_and_an_event(
     make_daemon: DaemonMaker, nvml: FakeNvml
 ) -> None:
-    """T04."""
     nvml.answered = "garbage all over\n"
     nvml.write()
     host = make_daemon(env=nvml.env()).start()
@@ -301,7 +310,7 @@ def test_a_gpu_that_is_not_confirmed_free_is_unhealthy_until_it_is(make_daemon: 
 
 
 def test_a_restart_keeps_its_gpu(make_daemon: DaemonMaker, tmp_path: Path) -> None:
-    """T80: no moment in which its own GPU is in its way."""
+    """There is no moment in which its own GPU is in its way."""
     nvml = FakeNvml(tmp_path, gpus=1)
     host = make_daemon(env=nvml.env()).start()
     job = ready(host, gpus=1)

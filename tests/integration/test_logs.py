@@ -19,7 +19,7 @@ from tests.integration.programs import python, serve, sh
 
 
 def test_the_output_of_earlier_runs_is_there_with_a_line_for_each_restart(daemon: Daemon) -> None:
-    """T16: logs were deleted as soon as the run was replaced."""
+    """Logs were deleted as soon as the run was replaced."""
     job = daemon.submit(
         sh("echo run $GPULAYER_RUN_ID speaks; echo last words >&2; exit 2"), max_restarts=2, name="crashy"
     )
@@ -40,7 +40,7 @@ def test_the_output_of_earlier_runs_is_there_with_a_line_for_each_restart(daemon
 
 
 def test_a_very_chatty_replica_is_never_blocked_and_keeps_its_newest_bytes(make_daemon: DaemonMaker) -> None:
-    """T17: 50 MB/s, and the log stream stopped. Here a reader that does not read is connected as well."""
+    """50 MB/s, and the log stream stopped. Here a reader that does not read is connected as well."""
     daemon = make_daemon(config='[logs]\nmax_bytes = "2MiB"\nkeep = 3\n').start()
     source = """
 import os, time

@@ -16,7 +16,7 @@ def reason_of(daemon: Daemon, job: str) -> dict[str, str]:
 
 
 def test_a_job_whose_gpu_is_taken_waits_and_no_process_of_it_starts(make_daemon: DaemonMaker) -> None:
-    """T01: it was placed anyway, without the GPU, and without a warning."""
+    """It was placed anyway, without the GPU, and without a warning."""
     daemon = make_daemon(config=ONE_GPU).start()
     first = daemon.submit(serve(), gpus=1, name="first")
     (endpoint,) = daemon.wait_ready(first)
@@ -38,7 +38,7 @@ def test_a_job_whose_gpu_is_taken_waits_and_no_process_of_it_starts(make_daemon:
 
 
 def test_what_does_not_fit_is_explained_for_each_node_with_its_own_reason(make_daemon: DaemonMaker) -> None:
-    """T03: "no devices match request", and nobody knew why."""
+    """It said "no devices match request", and nobody knew why."""
     daemon = make_daemon(config=ONE_GPU).start()
     hold(daemon, gpus=1, name="holder")
     asked = {

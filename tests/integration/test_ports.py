@@ -16,7 +16,7 @@ def port_of(endpoint: str) -> int:
 
 
 def test_a_new_run_never_gets_the_port_that_the_old_one_still_holds(daemon: Daemon) -> None:
-    """T05: the new copy could not bind, since the old one was still shutting down."""
+    """The new copy could not bind, since the old one was still shutting down."""
     slow_to_stop = """
 import os, signal, socket, time
 listener = socket.create_server((os.environ["HOST"], int(os.environ["PORT"])))
@@ -37,7 +37,7 @@ while True:
 
 
 def test_a_second_daemon_on_the_same_port_fails_at_once_and_names_the_first(make_daemon: DaemonMaker) -> None:
-    """T50: a fixed port made the second start on a host fail half-way."""
+    """A fixed port made the second start on a host fail half-way."""
     port = free_port()
     first = make_daemon(api_port=port)
     second = make_daemon(api_port=port)

@@ -1,4 +1,4 @@
-"""The unit as shipped, run by a real systemd (T10): what restart, a crash, stop and leave do to replicas.
+"""The unit as shipped, run by a real systemd: what restart, a crash, stop and leave do to replicas.
 
 A minimal Debian with systemd is made by debootstrap and booted by systemd-nspawn. Needs root, both tools and a package
 mirror: GPULAYER_TEST_SYSTEMD=1 asks for it, and .ci/run does where it can.

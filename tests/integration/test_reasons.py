@@ -13,7 +13,7 @@ from tests.integration.programs import serve, sh
 
 
 def test_five_services_that_fail_differently_have_five_reasons(daemon: Daemon) -> None:
-    """T34: "FAILED", without a cause."""
+    """It said "FAILED", without a cause."""
     jobs = {
         "bad_command": daemon.submit(["/no/such/program"], max_restarts=0),
         "exit_nonzero": daemon.submit(sh("exit 3"), max_restarts=0),

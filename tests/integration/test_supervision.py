@@ -21,7 +21,7 @@ def run_starts(daemon: Daemon, job: str) -> list[float]:
 
 
 def test_a_killed_service_is_back_within_its_backoff(daemon: Daemon) -> None:
-    """T61: a crashed model stayed down until someone noticed."""
+    """A crashed model stayed down until someone noticed."""
     job = daemon.submit(serve())
     daemon.wait_ready(job)
     before = daemon.replica(job)
@@ -74,7 +74,7 @@ while True:
 
 @pytest.mark.parametrize("cgroups", ["auto", "off"])
 def test_a_stop_ends_the_whole_tree_whatever_it_forked_or_ignores(make_daemon: DaemonMaker, cgroups: str) -> None:
-    """T58: children in sessions of their own, daemonised, deaf to SIGTERM or without our environment stayed behind."""
+    """Children in sessions of their own, daemonised, deaf to SIGTERM or without our environment stayed behind."""
     daemon = make_daemon(config=f'[supervision]\ncgroups = "{cgroups}"\n').start()
     job = daemon.submit(python(STUBBORN_TREE), port=False, stop_grace_seconds=0.3)
     wait_for(lambda: len(daemon.output(job)) == 6, what=lambda: daemon.output(job))
@@ -97,7 +97,7 @@ def test_what_a_crashed_run_left_is_gone_before_the_next_one_starts(daemon: Daem
 
 
 def test_a_service_that_always_fails_is_restarted_as_often_as_allowed_and_then_fails(daemon: Daemon) -> None:
-    """T69: retried without end, and the deploy call reported nothing."""
+    """It was retried without end, and the deploy call reported nothing."""
     other = daemon.submit(serve(), name="other")
     daemon.wait_ready(other)
     other_pid = daemon.replica(other)["pid"]
@@ -139,7 +139,7 @@ def test_the_restart_policy_decides_which_ends_are_followed_by_a_new_run(
 
 
 def test_a_replica_that_ended_for_good_ends_the_others_unless_told_to_keep_them(daemon: Daemon) -> None:
-    """T38: one replica failed and the whole service was ended, where its user wanted the rest."""
+    """One replica failed and the whole service was ended, where its user wanted the rest."""
     keep = daemon.submit(serve(), name="keep", replicas=2, spread="any", max_restarts=0, on_replica_end="keep")
     stop = daemon.submit(serve(), name="stop", replicas=2, spread="any", max_restarts=0)
     first, second = daemon.wait_ready(keep)
@@ -162,7 +162,7 @@ def test_a_replica_that_ended_for_good_ends_the_others_unless_told_to_keep_them(
 
 @pytest.mark.parametrize("removed", ["work", "."])
 def test_a_replica_that_was_removed_by_hand_is_noticed_and_replaced(daemon: Daemon, removed: str) -> None:
-    """T32: its directory and its process were removed, and the system went on believing in both."""
+    """Its directory and its process were removed, and the system went on believing in both."""
     job = daemon.submit(serve())
     daemon.wait_ready(job)
     before = daemon.replica(job)
@@ -177,7 +177,7 @@ def test_a_replica_that_was_removed_by_hand_is_noticed_and_replaced(daemon: Daem
 
 
 def test_a_restart_keeps_its_own_gpu_and_nobody_gets_in_between(make_daemon: DaemonMaker) -> None:
-    """T80: the restart found its own GPU "still in use"; or the job that waited for it got it in that moment."""
+    """The restart found its own GPU "still in use"; or the job that waited for it got it in that moment."""
     daemon = make_daemon(config=ONE_GPU).start()
     job = daemon.submit(serve(), gpus=1, name="first")
     waiting = daemon.submit(serve(), gpus=1, name="second")

@@ -44,7 +44,7 @@ def test_a_service_whose_stop_needed_a_kill_can_be_restarted(daemon: Daemon) -> 
 
 @pytest.mark.parametrize("removed", ["runs", "logs", "."])
 def test_directories_removed_by_hand_are_there_for_the_next_run(daemon: Daemon, removed: str) -> None:
-    """T32: each later start failed, with a hint to look at the limits of the host, until someone cancelled the job."""
+    """Each later start failed, with a hint to look at the limits of the host, until someone cancelled the job."""
     job = daemon.submit(serve())
     daemon.wait_ready(job)
     before = daemon.replica(job)
@@ -97,7 +97,7 @@ def test_a_sandbox_removed_by_hand_is_no_reason_to_run_a_batch_twice(daemon: Dae
 
 
 def test_why_a_command_could_not_be_executed_survives_the_daemon(daemon: Daemon) -> None:
-    """T34: `bad_command` had become `spawn_failed`, with a hint to look at the limits of the host."""
+    """`bad_command` had become `spawn_failed`, with a hint to look at the limits of the host."""
     job = daemon.submit(["/no/such/program"], port=False)
     before = daemon.wait_replica(
         job, lambda replica: replica["state"] == "backing_off" and replica["run"] == 3 and replica["restarts"] == 2

@@ -37,7 +37,7 @@ def test_each_run_gets_another_port() -> None:
 
 
 def test_a_port_that_is_held_is_given_to_nobody_else() -> None:
-    """T05: a new copy got the port that the old copy still held while it shut down."""
+    """A new copy got the port that the old copy still held while it shut down."""
     ports = make(free_range(3))
     held = {ports.take(ONE, in_use=()) for _ in range(3)}
     assert len(held) == 3
@@ -66,7 +66,7 @@ def test_only_its_holder_releases_a_port() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_that_a_stranger_holds_is_passed_over(address: str) -> None:
-    """T50: also one that is bound and does not listen, and so is in no table."""
+    """Also one that is bound and does not listen, and so is in no table."""
     span = free_range(2)
     with socket.socket() as stranger:
         stranger.bind((address, span[0]))

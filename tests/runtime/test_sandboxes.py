@@ -45,7 +45,6 @@ def test_a_sandbox_is_private_and_says_what_it_is_for(tmp_path: Path) -> None:
 
 
 def test_making_it_again_brings_back_what_was_removed_by_hand(tmp_path: Path) -> None:
-    """T32."""
     sandboxes = Sandboxes(tmp_path)
     path = sandboxes.make(an_attempt(), {})
     (path / "work").rmdir()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,57 @@ async def test_who_waits_hears_that_the_shim_has_gone(nursery: trio.Nursery, tmp
         await link.request("start", timeout_seconds=float("inf"))
     with pytest.raises(ShimGone):
         await link.request("pids", timeout_seconds=1)
+
+
+async def test_what_is_given_to_a_shim_is_what_it_was_when_that_was_asked_for(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    """While it waits for its turn to be sent the device may be given back, and the descriptor's number be another's:
+    the shim would keep somebody else's lock for as long as it lives."""
+    given: list[str] = []
+    may_read = trio.Event()
+
+    async def shim(stream: trio.SocketStream) -> None:
+        await may_read.wait()
+        received = b""
+        while True:
+            part, ancillary, _, _ = await stream.socket.recvmsg(65536, socket.CMSG_SPACE(4))
+            for _, _, content in ancillary:
+                (fd,) = struct.unpack("i", content)
+                given.append(os.readlink(f"/proc/self/fd/{fd}"))
+                os.close(fd)
+            *lines, received = (received + part).split(b"\n")
+            for each in lines:
+                await stream.send_all(line(id=json.loads(each)["id"], ok=True))
+
+    await play(nursery, tmp_path, shim)
+    link = await linked(nursery, tmp_path, lambda _: None)
+    lock, other = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("lock", "other"))
+    with trio.fail_after(10):
+        async with trio.open_nursery() as waiting:
+            waiting.start_soon(partial(link.request, "log", timeout_seconds=5, text="x" * 2_000_000))
+            await trio.testing.wait_all_tasks_blocked()
+            waiting.start_soon(partial(link.hold, {"GPU-1": lock}, timeout_seconds=5))
+            await trio.testing.wait_all_tasks_blocked()
+            os.dup2(other, lock)
+            may_read.set()
+    os.close(lock)
+    os.close(other)
+    assert given == [str(tmp_path / "lock")]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_descriptor_that_cannot_be_given_is_no_end_of_the_daemon(nursery: trio.Nursery, tmp_path: Path) -> None:
+    async def shim(stream: trio.SocketStream) -> None:
+        await trio.sleep_forever()
+
+    await play(nursery, tmp_path, shim)
+    link = await linked(nursery, tmp_path, lambda _: None)
+    closed = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    os.close(closed)
+    with pytest.raises(ShimSilent):
+        await link.hold({"GPU-1": closed}, timeout_seconds=5)
+    nursery.cancel_scope.cancel()
 
 
 async def test_where_nobody_listens_there_is_no_shim(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from gpulayer.core.inventory import Inventory
 from gpulayer.core.replica.messages import (
@@ -34,6 +35,7 @@ from gpulayer.core.replica.messages import (
     RunStarted,
     ShimDied,
     StartFailed,
+    StartRefused,
     StartRun,
     StopRun,
     TreeGone,
@@ -293,7 +295,7 @@ async def test_a_child_that_listens_elsewhere_is_told_so(daemon: Daemon) -> None
 
 
 async def test_each_run_has_a_new_port_and_the_old_one_is_free(daemon: Daemon) -> None:
-    """T05, T50."""
+    """Else a client of the old run is answered by another, and a new run fails on what the old one still has."""
     order = a_server()
     ports = []
     for run in range(1, 5):
@@ -329,7 +331,7 @@ async def test_a_stop_right_after_a_start_is_heard(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
 async def test_what_a_killed_shim_leaves_is_swept(data_dir: Path, nursery: trio.Nursery, mode: str) -> None:
-    """lifecycle.md §4.4; also a process that left the session, and one that cleared its environment."""
+    """Also a process that left the session, and one that cleared its environment."""
     daemon = Daemon(data_dir, cgroups=mode)
     await daemon.start(nursery)
     order = python(STUBBORN, stop_grace_seconds=0.2)
@@ -427,7 +429,7 @@ async def test_a_start_that_hangs_is_broken_off(daemon: Daemon, monkeypatch: pyt
 
 
 async def test_the_next_daemon_adopts_what_the_last_one_started(data_dir: Path, nursery: trio.Nursery) -> None:
-    """P8, T08: same pids, same port, nothing restarted; and stop still works."""
+    """P8: same pids, same port, nothing restarted; and stop still works."""
     first = Daemon(data_dir)
     await first.start(nursery)
     order = a_server()
@@ -621,6 +623,23 @@ async def test_the_environment_is_what_it_should_be_and_nothing_else(data_dir: P
     assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "GPULAYER_TOKEN", "GPULAYER_DATA_DIR", "AWS_SECRET"} & set(found)
 
 
+async def test_an_order_that_is_refused_at_once_is_no_trouble_with_a_log(nursery: trio.Nursery, data_dir: Path) -> None:
+    """It has no sandbox, and so no log; each refusal was two warnings, the second about a missing directory."""
+    daemon = Daemon(data_dir)
+    await daemon.start(nursery)
+    order = an_order("true", devices=("GPU-3",))
+    with capture_logs() as logged:
+        daemon.start_run(order)
+        refused = await daemon.event(order, StartRefused)
+        daemon.do(order, Note(text="it waits to be placed again"))
+        daemon.do(order, Discard())
+        await until(lambda: order.assignment.id not in daemon.supervisor._attempts)
+    assert "GPU-3 is not a device of this node" in refused.reason.text
+    assert [each["event"] for each in logged if each["log_level"] == "warning"] == ["run.refused"]
+    assert not daemon.supervisor.sandbox_path(order.assignment.id).exists()
+    daemon.end()
+
+
 @pytest.mark.parametrize(
     ("argv", "spec", "code"),
     [
@@ -646,7 +665,6 @@ async def test_a_start_that_cannot_be_says_why(
 
 
 async def test_a_working_directory_removed_by_hand_comes_back(daemon: Daemon) -> None:
-    """T32."""
     order = an_order("pwd")
     daemon.start_run(order)
     await daemon.event(order, TreeGone)

@@ -1,4 +1,4 @@
-"""Which devices of this host gpulayer has in use, whoever runs it: a lock file for each device (lifecycle.md §4.3).
+"""Which devices of this host gpulayer has in use, whoever runs it: a lock file for each device (decision 0008).
 
 A byte of the first thousand is a milli-GPU. A hold has write locks on as many of them as it has milli-GPUs, any that
 are free; a whole device is all of them. What holds a MIG instance also has a read lock on all bytes of its GPU's file:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from gpulayer.core.inventory import SeenProcess
+from gpulayer.model.inventory import Reading
 from gpulayer.shim import tree
 
 # /proc/self/ns/pid of the host's first namespace has this inode (PROC_PID_INIT_INO, include/linux/proc_ns.h).
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
+_BLIND = (
+    "processes on the GPUs: the driver tells pids of the host, which mean nothing in a pid namespace of our own, as in "
+    "a container: foreign processes are not seen"
+)
 ANCESTORS_MAX = 64
 COMMAND_CHARACTERS_MAX = 40
 
@@ -23,48 +29,73 @@ def sees_host_pids() -> bool:
         return False
 
 
+def without_strange_pids(reading: Reading) -> Reading:
+    """The reading, without its lists of processes where those say nothing here."""
+    if sees_host_pids():
+        return reading
+    blind = tuple(replace(device, processes=None, process_count=0) for device in reading.devices)
+    return replace(reading, devices=blind, notes=(*reading.notes, _BLIND))
+
+
+def pids_of(reading: Reading) -> set[int]:
+    return {process.pid for device in reading.devices for process in device.processes or ()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    start_time: int
+    seen: SeenProcess
+
+
 class DeviceUsers:
     """Asked every second about mostly the same processes: what was found out is kept as long as the process lives."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, SeenProcess]] = {}
+        self._known: dict[int, _Known] = {}
+        self._users: dict[int, str] = {}
+
+    def knows(self, pids: Iterable[int]) -> bool:
+        """Whether `look` finds all of them known: else it asks for the names of users, which may take long (LDAP)."""
+        return all(pid in self._known for pid in pids)
 
     def look(self, pids: Iterable[int]) -> dict[int, SeenProcess]:
-        known, self._known = self._known, {}
+        """May be called in a thread, one call at a time."""
+        known, now = self._known, {}
         found = {}
         for pid in pids:
-            stat = tree.process_stat(pid)
-            before = known.get(pid)
+            stat, before = tree.process_stat(pid), known.get(pid)
             if stat is None or stat.is_zombie:
                 found[pid] = _without_stat(pid) if stat is None else SeenProcess(kind="gone")
                 if before is not None:
-                    self._known[pid] = before
+                    now[pid] = before
                 continue
+            if before is None or before.start_time != stat.start_time:
+                before = _Known(stat.start_time, SeenProcess(kind="managed", name=self._described(stat)))
             # What was managed may have lost its shim since; what was foreign never gets one.
-            if before is not None and before[0] == stat.start_time and before[1].kind == "foreign":
-                seen = before[1]
-            else:
-                seen = SeenProcess(kind="managed" if _is_below_a_shim(stat) else "foreign", name=described(stat))
-            self._known[pid] = stat.start_time, seen
-            found[pid] = seen
+            if before.seen.kind == "managed" and not _is_below_a_shim(stat):
+                before = replace(before, seen=replace(before.seen, kind="foreign"))
+            now[pid], found[pid] = before, before.seen
+        self._known = now
         return found
 
     def was_foreign(self, pid: int) -> bool:
         """Whether a process that is gone was somebody else's when it was last looked at."""
-        return pid in self._known and self._known[pid][1].kind == "foreign"
+        known = self._known.get(pid)
+        return known is not None and known.seen.kind == "foreign"
 
-
-def described(stat: tree.ProcessStat) -> str:
-    """`python of user anna`."""
-    try:
-        uid = os.stat(f"/proc/{stat.pid}").st_uid
-    except OSError:
-        return stat.comm[:COMMAND_CHARACTERS_MAX]
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = str(uid)
-    return f"{stat.comm[:COMMAND_CHARACTERS_MAX]} of user {user}"
+    def _described(self, stat: tree.ProcessStat) -> str:
+        """`python of user anna`."""
+        command = stat.comm[:COMMAND_CHARACTERS_MAX]
+        try:
+            uid = os.stat(f"/proc/{stat.pid}").st_uid
+        except OSError:
+            return command
+        if uid not in self._users:
+            try:
+                self._users[uid] = pwd.getpwuid(uid).pw_name
+            except KeyError:
+                self._users[uid] = str(uid)
+        return f"{command} of user {self._users[uid]}"
 
 
 def _without_stat(pid: int) -> SeenProcess:

@@ -6,6 +6,7 @@ What it all means is core/inventory.py's; here are the child that asks, /proc, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,12 +27,12 @@ from gpulayer.core.inventory import (
 from gpulayer.model.errors import GpulayerError
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.inventory import Reading, ReadingFailed
-from gpulayer.model.node import Accelerator
+from gpulayer.model.node import Accelerator, GpuDetect
 from gpulayer.model.replica import DeviceShare, Reason
 from gpulayer.model.units import MILLI, Instant, format_gpus
 from gpulayer.runtime.accelerators.device_locks import DeviceLocks, Held, Hold
-from gpulayer.runtime.accelerators.device_users import DeviceUsers, sees_host_pids
-from gpulayer.runtime.accelerators.nvml import NO_DRIVER, NvmlChild, driver_is_likely, pci_gpus
+from gpulayer.runtime.accelerators.device_users import DeviceUsers, pids_of, without_strange_pids
+from gpulayer.runtime.accelerators.nvml import NO_DRIVER, NvmlChild, PciGpu, driver_is_likely
 from gpulayer.runtime.accelerators.survey import cards_not_listed
 
 log = structlog.get_logger()
@@ -39,8 +40,10 @@ log = structlog.get_logger()
 LOOK_SECONDS = 1.0
 # Where there is no driver: how often it is looked whether there is one now, which is a handful of stat() calls.
 ABSENT_LOOK_SECONDS = 5.0
+# An order is accepted or refused within five seconds, so that a replica can soon be placed elsewhere.
+TAKE_SECONDS_MAX = 4.0
 # A replica that has ended a moment ago may still be giving its lock back.
-TAKE_SECONDS_MAX = 3.0
+GIVING_BACK_SECONDS_MAX = 2.0
 TAKE_PAUSE_SECONDS = 0.05
 # For the first answer of the driver, before a device can be judged.
 FIRST_READING_SECONDS_MAX = 3.5
@@ -49,10 +52,6 @@ TROUBLE_SECONDS = 60.0
 CONFIRM_PAUSE_SECONDS = (0.05, 1.0)
 # A walk through /proc for more processes than these goes into a thread.
 PROCESSES_AT_ONCE_MAX = 64
-_NOT_IN_A_CONTAINER = (
-    "this daemon runs in a pid namespace of its own, so the driver's list of processes says nothing here: "
-    "foreign processes on a GPU are not seen"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,17 @@ class NotTaken:
     observed: tuple[Accelerator, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Processes that are on a device though nobody has it locked any more."""
+
+    pids: frozenset[int]
+    text: str
+
+
 class Devices:
-    """`assigned`: what the orders of this node hold. `changed` is called when `inventory` has something new to say."""
+    """`assigned`: what the orders of this node hold. `changed` is called when `inventory` has something new to say.
+    `cards`: the GPUs that the kernel sees, with or without a driver."""
 
     def __init__(
         self,
@@ -73,15 +81,23 @@ class Devices:
         locks: DeviceLocks,
         assigned: Callable[[], Mapping[AttemptId, Sequence[DeviceShare]]],
         changed: Callable[[], None],
+        cards: Sequence[PciGpu] = (),
     ) -> None:
         self.inventory = inventory
         self._locks = locks
         self._assigned = assigned
         self._changed = changed
+        self._cards = cards
         self._child = NvmlChild()
         self._users = DeviceUsers()
         self._holds: dict[AttemptId, tuple[Hold, ...]] = {}
-        self._taking: set[AttemptId] = set()
+        self._unlocked: dict[AttemptId, Sequence[DeviceShare]] = {}
+        """Attempts that run on devices whose lock was lost while no daemon was there, and is somebody else's now."""
+        self._awaited: set[AttemptId] = set()
+        """Attempts whose living shim has their locks, and has not given us copies yet."""
+        self._elsewhere: dict[str, Elsewhere] = {}
+        self._left: dict[str, _Left] = {}
+        """Devices on which processes are that outlived their lock."""
         self._given_back: dict[str, float] = {}
         """When a device was given back, whose lock its shim may keep for a moment more."""
         self.renewed: Callable[[AttemptId], None] = lambda _: None
@@ -98,6 +114,8 @@ class Devices:
         self._wanted = trio.Event()
         self._looked = trio.lowlevel.ParkingLot()
         self._told: object = None
+        self._logged: dict[str, Accelerator] = {}
+        self._logged_detect: GpuDetect | None = None
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +155,9 @@ class Devices:
             await self._ask_driver()
             if not self._has_driver:
                 self._absent_until = now + ABSENT_LOOK_SECONDS - LOOK_SECONDS / 2
+        self._keep_locks()
         self._look_at_locks()
+        await self._name_holders()
         self._readings = begun
         self._looked.unpark_all()
         said = (
@@ -145,11 +165,37 @@ class Devices:
             self.inventory.undetected,
             self.inventory.gpu_detect,
             self.inventory.drivers,
-            tuple(self._lost.items()),
+            self.warnings,
         )
         if said != self._told:
             self._told = said
+            self._log_news()
             self._changed()
+
+    def _log_news(self) -> None:
+        """One line for each thing that happened to a device, in the daemon's own log."""
+        inventory = self.inventory
+        if inventory.gpu_detect != self._logged_detect:
+            self._logged_detect = inventory.gpu_detect
+            if inventory.gpu_detect == "error":
+                log.warning("devices.not_detected", reasons=list(inventory.undetected))
+            else:
+                count, excluded = len(inventory.accelerators), len(inventory.excluded)
+                log.info("devices.detected", count=count, excluded=excluded, drivers=dict(inventory.drivers))
+        now = {device.uuid: device for device in inventory.accelerators}
+        for uuid, device in now.items():
+            before = self._logged.get(uuid)
+            if device.unhealthy != (before.unhealthy if before is not None else ""):
+                if device.unhealthy:
+                    log.warning("device.unhealthy", device=uuid, index=device.index, reason=device.unhealthy)
+                else:
+                    log.info("device.well", device=uuid, index=device.index)
+            if device.foreign != (before.foreign if before is not None else ""):
+                event = "device.used_by_others" if device.foreign else "device.free_of_others"
+                log.info(event, device=uuid, index=device.index, who=device.foreign or None)
+        for uuid in self._logged.keys() - now.keys():
+            log.info("device.gone", device=uuid)
+        self._logged = now
 
     async def _ask_driver(self) -> None:
         result: Reading | ReadingFailed
@@ -163,7 +209,7 @@ class Devices:
         self._has_driver = has_driver
         evidence: tuple[str, ...] = ()
         if isinstance(result, ReadingFailed):
-            evidence = tuple(f"NVIDIA card {card.bus_id}" for card in pci_gpus() if card.vendor == "nvidia")
+            evidence = tuple(f"NVIDIA card {card.bus_id}" for card in self._cards if card.vendor == "nvidia")
         else:
             result = replace(result, notes=(*result.notes, *self._not_listed(result)))
         held = frozenset(share.uuid for shares in self._assigned().values() for share in shares)
@@ -177,25 +223,30 @@ class Devices:
         """Cards that the kernel has and the driver does not tell of. Looked for when what it tells has changed."""
         listed = tuple(device.pci_bus_id for device in reading.devices)
         if self._listed is None or self._listed[0] != listed:
-            self._listed = listed, tuple(cards_not_listed(reading, pci_gpus()))
+            self._listed = listed, tuple(cards_not_listed(reading, self._cards))
         return self._listed[1]
 
     async def _with_users(self, reading: Reading) -> tuple[Reading, Mapping[int, SeenProcess]]:
-        pids = {process.pid for device in reading.devices for process in device.processes or ()}
-        if pids and not sees_host_pids():
-            blind = tuple(replace(device, processes=None, process_count=0) for device in reading.devices)
-            return replace(reading, devices=blind, notes=(*reading.notes, _NOT_IN_A_CONTAINER)), {}
-        if len(pids) > PROCESSES_AT_ONCE_MAX:
+        reading = without_strange_pids(reading)
+        pids = pids_of(reading)
+        if len(pids) > PROCESSES_AT_ONCE_MAX or not self._users.knows(pids):
             return reading, await trio.to_thread.run_sync(self._users.look, pids)
         return reading, self._users.look(pids)
 
     # --- locks ------------------------------------------------------------------------------------------------------
 
-    def _look_at_locks(self) -> None:
+    def _keep_locks(self) -> None:
+        """Those whose file was removed, and those that could not be taken up again when the daemon started."""
         for attempt, holds in list(self._holds.items()):
             for hold in holds:
                 if not hold.is_in_place():
                     self._renew(attempt, hold)
+        for attempt, shares in list(self._unlocked.items()):
+            self.take_again(attempt, shares)
+            if attempt not in self._unlocked:
+                self.renewed(attempt)
+
+    def _look_at_locks(self) -> None:
         elsewhere: dict[str, Elsewhere] = {}
         troubles = {uuid: why for uuid, (until, why) in self._troubles.items() if trio.current_time() < until}
         for device in self.inventory.accelerators:
@@ -204,8 +255,15 @@ class Devices:
             except GpulayerError as error:
                 troubles[device.uuid] = error.message
                 continue
-            if milli > 0:
-                elsewhere[device.uuid] = Elsewhere(milli=milli)
+            before = self._elsewhere.get(device.uuid)
+            left = self._left.get(device.uuid)
+            if left is not None and left.pids & self.inventory.pids_on(device.uuid):
+                elsewhere[device.uuid] = Elsewhere(milli=MILLI, text=left.text)
+            elif milli > 0:
+                is_as_before = before is not None and before.milli == milli
+                elsewhere[device.uuid] = before if before is not None and is_as_before else Elsewhere(milli=milli)
+        self._left = {uuid: left for uuid, left in self._left.items() if uuid in elsewhere}
+        self._elsewhere = elsewhere
         now = Instant(trio.current_time())
         self.inventory.step(ElsewhereSeen(elsewhere=elsewhere), now)
         self.inventory.step(LockTrouble(troubles=troubles), now)
@@ -218,10 +276,20 @@ class Devices:
         own = [hold for holds in self._holds.values() for hold in holds]
         milli = self._locks.held_by_others(uuid, own, parent=device.parent, is_declared=device.source == "declared")
         # Ours as well, though we have no copy of its lock: its shim has not answered yet.
-        for attempt, shares in self._assigned().items():
-            if attempt not in self._holds and attempt not in self._taking:
-                milli -= sum(share.milli for share in shares if share.uuid == uuid)
+        for attempt in self._awaited - self._holds.keys():
+            milli -= sum(share.milli for share in self.assigned(attempt) if share.uuid == uuid)
         return max(milli, 0)
+
+    async def _name_holders(self) -> None:
+        """Who it is that has what others hold, as soon as that is news: a walk through /proc, in a thread."""
+        unnamed = [uuid for uuid, each in self._elsewhere.items() if each.text == Elsewhere(milli=1).text]
+        for uuid in unnamed:
+            device = self.inventory.device(uuid)
+            path = self._locks.path(uuid, is_declared=device is not None and device.source == "declared")
+            text = await trio.to_thread.run_sync(_text_of, Held(milli_free=0, path=path))
+            self._elsewhere[uuid] = replace(self._elsewhere[uuid], text=text)
+        if unnamed:
+            self.inventory.step(ElsewhereSeen(elsewhere=self._elsewhere), Instant(trio.current_time()))
 
     def _renew(self, attempt: AttemptId, hold: Hold) -> None:
         """Its file was removed under it: where somebody else has locked the new one already, two hold one device."""
@@ -237,15 +305,14 @@ class Devices:
             log.warning("device.lock_renewed", attempt=str(attempt), device=hold.uuid)
             self.renewed(attempt)
         elif attempt not in self._lost:
-            self._lost[attempt] = f"{hold.uuid} is {held.text}"
+            self._lost[attempt] = f"{hold.uuid} is held by another gpulayer"
             log.error("device.lock_lost", attempt=str(attempt), device=hold.uuid, reason=self._lost[attempt])
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(
-            f"the lock of the devices of {attempt} was removed, and cannot be taken again: {why}"
-            for attempt, why in sorted(self._lost.items())
-        )
+        removed = [f"the lock of what {attempt} runs on was removed: {why}" for attempt, why in self._lost.items()]
+        gone = [f"what {attempt} runs on cannot be locked: others hold it" for attempt in self._unlocked]
+        return (*sorted(removed), *sorted(gone))
 
     async def take(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> NotTaken | None:
         """Locks them for the attempt, unless it has them already; None when it is done. The node's own last word
@@ -254,16 +321,25 @@ class Devices:
         # was removed.
         missing = self._missing(attempt, shares)
         if not missing:
-            return None
+            # A next run is not begun on a device that has failed under the one before.
+            unwell = [device for share in shares if (device := self.inventory.device(share.uuid)) and device.unhealthy]
+            if not unwell:
+                return None
+            self.release(attempt)
+            return self._not_taken(shares, f"{unwell[0].uuid} is unhealthy: {unwell[0].unhealthy}")
+        with trio.move_on_after(TAKE_SECONDS_MAX):
+            return await self._take(attempt, shares, missing)
+        self.release(attempt)
+        return self._not_taken(shares, "the driver did not answer in time")
+
+    async def _take(
+        self, attempt: AttemptId, shares: Sequence[DeviceShare], missing: Sequence[DeviceShare]
+    ) -> NotTaken | None:
         if not await self.first_look():
             return self._not_taken(shares, "the driver has not answered yet")
         if obstacle := self._obstacle(missing):
             return self._not_taken(shares, obstacle)
-        self._taking.add(attempt)
-        try:
-            not_taken = await self._lock(attempt, missing)
-        finally:
-            self._taking.discard(attempt)
+        not_taken = await self._lock(attempt, missing)
         if not_taken is not None or not self.can_tell(missing):
             return not_taken
         # Now that nobody else can begin on them: is somebody there all the same? What was seen before may be a second
@@ -280,7 +356,7 @@ class Devices:
         return [share for share in shares if share.uuid not in there]
 
     async def _lock(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> NotTaken | None:
-        deadline = trio.current_time() + TAKE_SECONDS_MAX
+        deadline = trio.current_time() + GIVING_BACK_SECONDS_MAX
         while True:
             found = self._try_to_take(shares)
             if isinstance(found, list):
@@ -294,7 +370,7 @@ class Devices:
                 return self._not_taken(shares, found)
             share, held = found
             now = trio.current_time()
-            is_given_back = now < self._given_back.get(share.uuid, -TAKE_SECONDS_MAX) + TAKE_SECONDS_MAX
+            is_given_back = now < self._given_back.get(share.uuid, -math.inf) + GIVING_BACK_SECONDS_MAX
             milli = self._milli_elsewhere(share.uuid)
             if now >= deadline or (milli and not is_given_back):
                 text = await trio.to_thread.run_sync(_text_of, held)  # walks through /proc
@@ -312,10 +388,8 @@ class Devices:
             left = [f"pid {pid} ({who.name})" for pid, who in found.items() if who.kind == "managed"]
             if left:
                 text = f"still used by {', '.join(left[:PROCESSES_NAMED])}"
-                seen = ElsewhereSeen(
-                    elsewhere={share.uuid: Elsewhere(milli=MILLI, text=text)}, only=frozenset((share.uuid,))
-                )
-                self.inventory.step(seen, Instant(trio.current_time()))
+                self._left[share.uuid] = _Left(frozenset(pids), text)
+                self._look_at_locks()
                 return f"{share.uuid} is {text}"
         return ""
 
@@ -323,7 +397,9 @@ class Devices:
         taken: list[Hold] = []
         for share in shares:
             device = self.inventory.device(share.uuid)
-            assert device is not None
+            if device is None:
+                _close(taken)
+                return f"{share.uuid} is not a device of this node any more"
             try:
                 found = self._locks.acquire(
                     share.uuid, share.milli, parent=device.parent, is_declared=device.source == "declared"
@@ -381,14 +457,23 @@ class Devices:
 
     def take_up(self, attempt: AttemptId, fds: Mapping[str, int]) -> None:
         """What its shim has held while no daemon was there. Takes the descriptors over, used or not."""
+        self._awaited.discard(attempt)
         found = self._locks.adopt(fds)
         if attempt in self._holds:
             _close(found)
         else:
             self._holds[attempt] = tuple(found)
 
+    def await_locks(self, attempt: AttemptId) -> None:
+        """A living shim of it was found, which has not said yet what it holds."""
+        self._awaited.add(attempt)
+
     def take_again(self, attempt: AttemptId, shares: Sequence[DeviceShare]) -> None:
-        """For what runs, and whose lock died with its shim while no daemon was there: nothing may come between."""
+        """For what runs, and whose lock died with its shim while no daemon was there: nothing may come between. Where
+        something has, it is tried again every second."""
+        self._awaited.discard(attempt)
+        is_news = attempt not in self._unlocked
+        self._unlocked.pop(attempt, None)
         taken = list(self._holds.get(attempt, ()))
         there = {hold.uuid for hold in taken}
         for share in shares:
@@ -403,12 +488,15 @@ class Devices:
                     is_declared=device is not None and device.source == "declared",
                 )
             except GpulayerError as error:
-                log.error("device.not_locked_again", attempt=str(attempt), device=share.uuid, reason=error.message)
-                continue
-            if isinstance(found, Held):
-                log.error("device.not_locked_again", attempt=str(attempt), device=share.uuid, reason=found.text)
+                found, why = None, error.message
             else:
+                why = "others hold it"
+            if isinstance(found, Hold):
                 taken.append(found)
+                continue
+            self._unlocked[attempt] = shares
+            if is_news:
+                log.error("device.not_locked_again", attempt=str(attempt), device=share.uuid, reason=why)
         self._holds[attempt] = tuple(taken)
 
     def release(self, attempt: AttemptId) -> None:
@@ -417,6 +505,8 @@ class Devices:
             hold.close()
             self._given_back[hold.uuid] = trio.current_time()
         self._lost.pop(attempt, None)
+        self._unlocked.pop(attempt, None)
+        self._awaited.discard(attempt)
 
     async def wait_clear(self, shares: Iterable[DeviceShare], tell: Callable[[str], None]) -> None:
         """All processes of a run have ended: returns when the driver, where it can tell, lists none any more on its
@@ -454,6 +544,10 @@ class Devices:
         failure = self.inventory.failure
         if failure is not None:
             return f"{failure.text}, so nobody can say whether {uuid} is free"
+        if self.inventory.gone_on(uuid) is None:
+            device = self.inventory.device(uuid)
+            why = f": {device.unhealthy}" if device is not None and device.unhealthy else ""
+            return f"the driver does not tell who is on {uuid}{why}"
         return f"the driver still lists a process on {uuid} that is gone"
 
 

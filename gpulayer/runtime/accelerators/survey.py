@@ -30,7 +30,7 @@ from gpulayer.model.inventory import DeviceReading, Reading, ReadingFailed
 from gpulayer.model.node import Accelerator, GpuDetect
 from gpulayer.model.units import Instant
 from gpulayer.runtime.accelerators.declared import declared_accelerators
-from gpulayer.runtime.accelerators.device_users import DeviceUsers, sees_host_pids
+from gpulayer.runtime.accelerators.device_users import DeviceUsers, pids_of, without_strange_pids
 from gpulayer.runtime.accelerators.exclude import exclusion_of, is_excluded, pci_bus_id, unmatched_exclusions
 from gpulayer.runtime.accelerators.nvml import NO_DRIVER, PciGpu, driver_is_likely, pci_gpus, read_once
 from gpulayer.shim.tree import printable
@@ -149,12 +149,8 @@ def survey(
 
 
 def _with_users(reading: Reading) -> tuple[Reading, Mapping[int, SeenProcess]]:
-    pids = {process.pid for device in reading.devices for process in device.processes or ()}
-    if pids and not sees_host_pids():
-        blind = tuple(replace(device, processes=None, process_count=0) for device in reading.devices)
-        note = "processes on the GPUs: the driver tells pids of the host, which mean nothing in this container"
-        return replace(reading, devices=blind, notes=(*reading.notes, note)), {}
-    return reading, DeviceUsers().look(pids)
+    reading = without_strange_pids(reading)
+    return reading, DeviceUsers().look(pids_of(reading))
 
 
 def cards_not_listed(reading: Reading, cards: Iterable[PciGpu]) -> list[str]:

@@ -139,7 +139,7 @@ def test_a_device_that_is_new_and_not_well_is_told_with_the_reason() -> None:
 
 
 def test_a_driver_that_cannot_be_asked_any_more_is_told_with_the_reason() -> None:
-    """T04: nothing is found, and nobody is told."""
+    """Nothing is found, and nobody is told."""
     text = changed((gpu("g0"),), (gpu("g0", unhealthy="it hangs"),), gpu_detect="error", undetected=("it hangs",))
     assert text == "gpu_detect=error: it hangs; g0 (A100) is unhealthy: it hangs"
     assert changed((), (), gpu_detect="ok", undetected=("NVLink",)) == "gpu_detect=ok"
@@ -242,7 +242,7 @@ def test_a_placement_that_no_longer_holds_is_dropped(wrong: dict[str, object]) -
 
 
 def test_two_placements_of_one_plan_never_share_a_whole_gpu() -> None:
-    """T01: the second is dropped and waits; it is not started without its GPU."""
+    """The second is dropped and waits; it is not started without its GPU."""
     cluster = one_gpu()
     cluster.do(submit(service("a", gpus=1)), submit(service("b", gpus=1)))
     both = (placement("j-a"), placement("j-b"))
@@ -315,7 +315,7 @@ def running(spec_: object = None, *, nodes: int = 1) -> Cluster:
 
 
 def test_what_an_ended_replica_held_is_free_only_when_it_is_released() -> None:
-    """T80: a GPU is free again when no process of the old replica is left, not when its end is known."""
+    """A GPU is free again when no process of the old replica is left, not when its end is known."""
     cluster = running()
     cluster.do(ended(failed(), released=False), submit(service("next", gpus=1)))
     cluster.plan()
@@ -328,7 +328,7 @@ def test_what_an_ended_replica_held_is_free_only_when_it_is_released() -> None:
 
 
 def test_the_job_says_which_replica_ended_and_how() -> None:
-    """T34: failed, and why."""
+    """It has failed, and why."""
     cluster = running()
     cluster.do(ended(failed(3, restarts=3)))
     outcome = cluster.job().outcome
@@ -359,7 +359,7 @@ def test_a_replica_that_ended_for_good_stops_the_others_and_gives_the_job_its_ou
 
 
 def test_with_keep_a_failed_replica_ends_alone() -> None:
-    """T38, T39: one that fails takes nothing along where that was asked for."""
+    """One that fails takes nothing along where that was asked for."""
     cluster = running(service(replicas=2, gpus=1, on_replica_end="keep"), nodes=2)
     cluster.do(ended(failed()))
     other = cluster.job().replicas[1].assignment

@@ -62,7 +62,7 @@ def test_every_reason_code_has_a_remedy() -> None:
 
 
 def test_a_job_that_nothing_can_run_waits_and_says_why() -> None:
-    """T01: the reason has the numbers and the node."""
+    """The reason has the numbers and the node."""
     cluster = placed(service("first", gpus=1), nodes=1)
     cluster.do(submit(service("second", gpus=1), "j-second"))
     seen = job_view(cluster.job("j-second"), {}, waiting_reasons(cluster.state, {}), node_names={}, now_utc=0.0)

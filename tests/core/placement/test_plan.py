@@ -59,7 +59,6 @@ def why_not(made: Plan, job: str, replica: int = 0) -> list[str]:
 
 
 def test_a_job_whose_gpu_is_taken_waits_and_says_so() -> None:
-    """T01."""
     cluster = Cluster(admit("n1", gpu("g0")), submit(service("a", gpus=1)), submit(service("b", gpus=1)))
     made = plan(cluster.state, {})
     assert where(made) == {"j-a.0": "n-n1"}
@@ -68,7 +67,7 @@ def test_a_job_whose_gpu_is_taken_waits_and_says_so() -> None:
 
 
 def test_each_node_gives_its_own_reason() -> None:
-    """T03: no GPU, GPU too small, GPU busy."""
+    """No GPU, GPU too small, GPU busy."""
     cluster = Cluster(admit("n1", gpu("g1")), submit(service("holder", gpus=1)))
     cluster.plan()
     cluster.do(admit("n2", gpu("g2", gib=24)), admit("n3"), submit(service("b", gpus=1, gpu_memory_mib=80 * GIB)))

@@ -913,7 +913,7 @@ def not_executed(**changes: Any) -> FoundRun:
 
 
 def test_why_a_run_was_not_executed_survives_the_daemon() -> None:
-    """T34: after a restart of the daemon `bad_command` had become a `spawn_failed` with the hint to look at ulimits."""
+    """After a restart of the daemon `bad_command` had become a `spawn_failed` with the hint to look at ulimits."""
     story = Story(service(), found=not_executed(), shim_alive=True)
     assert story.status.state == "backing_off"
     assert story.status.reason is not None
@@ -1082,7 +1082,7 @@ def not_clear(run: int = 1, pid: int = 7) -> DevicesNotClear:
 
 
 def test_a_cancelled_run_is_stopping_until_its_devices_are_clear_and_says_what_it_waits_for() -> None:
-    """T80: a GPU is free when the driver says so."""
+    """A GPU is free when the driver says so."""
     story = Story(service())
     story.ready()
     story.hear(Withdrawn(reason=CANCELLED))
