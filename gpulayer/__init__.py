@@ -17,10 +17,11 @@ __version__ = "0.1.0"
 # typing.TYPE_CHECKING without the import of typing: type checkers know the name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from gpulayer.client import aio
+    from gpulayer import aio
     from gpulayer.client.logs import LogLine
     from gpulayer.client.requests import JobRequest, Retry, batch, service
     from gpulayer.client.sync import Client, Job, connect
+    from gpulayer.client.waits import JobWaits
     from gpulayer.model.errors import (
         GpulayerError,
         InvalidRequest,
@@ -40,6 +41,7 @@ _PUBLIC = {
     "Job": "gpulayer.client.sync",
     "JobEnded": "gpulayer.model.errors",
     "JobRequest": "gpulayer.client.requests",
+    "JobWaits": "gpulayer.client.waits",
     "LogLine": "gpulayer.client.logs",
     "NotFound": "gpulayer.model.errors",
     "PermissionDenied": "gpulayer.model.errors",
@@ -48,7 +50,7 @@ _PUBLIC = {
     "StorageFailed": "gpulayer.model.errors",
     "Unreachable": "gpulayer.model.errors",
     "WaitTimeout": "gpulayer.model.errors",
-    "aio": "gpulayer.client",
+    "aio": "gpulayer.aio",
     "batch": "gpulayer.client.requests",
     "connect": "gpulayer.client.sync",
     "service": "gpulayer.client.requests",
@@ -61,6 +63,7 @@ __all__ = [
     "Job",
     "JobEnded",
     "JobRequest",
+    "JobWaits",
     "LogLine",
     "NotFound",
     "PermissionDenied",
@@ -83,8 +86,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'gpulayer' has no attribute {name!r}")
     from importlib import import_module
 
-    # aio is a module, all else are names within one.
-    return import_module(f"{module}.aio") if name == "aio" else getattr(import_module(module), name)
+    found = import_module(module)
+    return found if module == f"gpulayer.{name}" else getattr(found, name)
 
 
 def __dir__() -> list[str]:

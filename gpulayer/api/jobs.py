@@ -382,6 +382,8 @@ def _why(replica: ReplicaView, explained: ReplicaExplained | None) -> Iterable[s
         fitting = [verdict.node_name for verdict in explained.verdicts if verdict.refusal is None]
         if fitting:
             yield f"it fits on {', '.join(fitting[:5])}" + (f" and {len(fitting) - 5} more" if len(fitting) > 5 else "")
+    if replica.warning is not None:
+        yield replica.warning.text
     if replica.next:
         yield replica.next
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from gpulayer import __version__
 from gpulayer.api.requests import Moment, moment_of
 from gpulayer.core.placement.fit import free_of
-from gpulayer.wire.http import gpu_stock
+from gpulayer.wire.http import gpu_stock, resources_to_json
 
 
 async def metrics(request: Request) -> Response:
@@ -48,7 +48,16 @@ class _Scrape:
         for word in ("all", "free"):
             counts: dict[tuple[str, ...], float] = {(each["model"],): each[word] for each in stock}
             yield _gauges(f"gpulayer_gpus_{word}", f"GPUs by model, {word}; shares count as such.", ("model",), counts)
+        yield self._gpus()
         yield from self._store()
+
+    def _gpus(self) -> Metric:
+        """As `gpulayer resources` counts them: what is unhealthy is that, whoever uses it."""
+        counts: Counter[tuple[str, ...]] = Counter()
+        for stock in resources_to_json(self._moment.state, free_of(self._moment.state))["models"]:
+            for state in ("idle", "held", "foreign", "unhealthy"):
+                counts[stock["model"], state] += stock[state]
+        return _gauges("gpulayer_gpus", "GPUs by model and state; each counts once.", ("model", "state"), counts)
 
     def _jobs(self) -> Iterator[Metric]:
         jobs: Counter[tuple[str, ...]] = Counter()

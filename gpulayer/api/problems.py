@@ -53,4 +53,4 @@ def answer_for_bug(error: Exception, method: str, path: str) -> Response:
 
 
 def no_such_path(path: str) -> NotFound:
-    return NotFound(f"there is nothing at {path[:200]}", hint="the paths are listed in docs/http-api.md")
+    return NotFound(f"there is nothing at {path[:200]}", hint="GET /v1/openapi.json lists the paths")

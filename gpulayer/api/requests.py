@@ -38,7 +38,12 @@ class Moment:
 
     def view(self, job: Job) -> JobView:
         return job_view(
-            job, self.statuses, self._reason_to_wait(job.id), node_names=self.node_names, now_utc=self.now_utc
+            job,
+            self.statuses,
+            self._reason_to_wait(job.id),
+            node_names=self.node_names,
+            nodes=self.state.nodes,
+            now_utc=self.now_utc,
         )
 
     def _reason_to_wait(self, job: JobId) -> WaitingReason:

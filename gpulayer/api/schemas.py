@@ -12,7 +12,16 @@ from typing import get_args
 from gpulayer.core.cluster.view import JOB_STATES
 from gpulayer.model.cluster import ROLES
 from gpulayer.model.ids import NAME_PATTERN
-from gpulayer.model.job import ON_REPLICA_END, REPLICAS_MAX, RESTART_WHEN, SIGNALS, SPREADS, STRING_BYTES_MAX
+from gpulayer.model.job import (
+    GPU_MODEL_CHARS_MAX,
+    GPU_MODELS_MAX,
+    ON_REPLICA_END,
+    REPLICAS_MAX,
+    RESTART_WHEN,
+    SIGNALS,
+    SPREADS,
+    STRING_BYTES_MAX,
+)
 from gpulayer.model.node import ACCELERATOR_KINDS, GpuDetect
 from gpulayer.model.replica import ReplicaState
 from gpulayer.model.units import DURATION_MAX, MIB_MAX
@@ -83,9 +92,10 @@ _GPUS: Json = {
     "anyOf": [whole(0, 1024), number(minimum=0, maximum=1, multipleOf=0.001)],
     "default": 0,
 }
+_GPU_MODEL = text(minLength=1, maxLength=GPU_MODEL_CHARS_MAX)
 _GPU_MODELS: Json = {
     "description": "Patterns (fnmatch, any case), one of which must match.",
-    "anyOf": [text(), array(text()), {"type": "null"}],
+    "anyOf": [_GPU_MODEL, array(_GPU_MODEL, maxItems=GPU_MODELS_MAX), {"type": "null"}],
 }
 _SECONDS = number("Seconds.", minimum=0.001, maximum=DURATION_MAX)
 
@@ -385,6 +395,7 @@ ANSWERS: dict[str, Json] = {
         disk_mib=MIB,
         numa=array(record(id=whole(), cpus=text("As the kernel lists them: 0-15,32-47."), memory_mib=MIB)),
         **_DETECTED,
+        gpus_excluded=whole(description="How many the configuration keeps gpulayer from."),
         devices=array(record(**_DEVICE)),
     ),
     "Resources": record(

@@ -68,6 +68,8 @@ _GROUPS = {
         },
     ),
 }
+# What people are used to from other programs.
+_ELSEWHERE = {"stop": "cancel", "kill": "cancel", "delete": "cancel", "rm": "cancel", "ls": "list", "ps": "list"}
 _HELP_FLAGS = ("--help", "-h")
 
 
@@ -155,6 +157,16 @@ def command_names(words: Sequence[str]) -> list[str]:
     """What could be written where the command is: after `gpulayer`, or after the group that `words` begins with."""
     group = next((word for word in words if word in _GROUPS), None) if len(words) > 1 else None
     return list(_GROUPS[group][1]) if group is not None else [*_COMMANDS, *_GROUPS]
+
+
+def command_meant(words: Sequence[str]) -> str:
+    """`job logs` for `gpulayer logs web`, `job cancel` for `gpulayer job stop web`; empty where nothing is near."""
+    group, word = words[:2] if len(words) > 1 and words[0] in _GROUPS else ("", words[0] if words else "")
+    for name, (_, commands) in _GROUPS.items():
+        for meant in (word, _ELSEWHERE.get(word)):
+            if meant in commands and group in ("", name):
+                return f"{name} {meant}"
+    return ""
 
 
 def _page_without_cyclopts(words: list[str]) -> str | None:

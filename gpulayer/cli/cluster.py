@@ -73,12 +73,16 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
     say(f"jobs: {by_state or 'none'}")
     queued = {job["id"] for job in found["queued"]}
     for job in found["queued"]:
-        say(f"  {clean(job['name'])} waits: {reason_text(job['reason']) or 'to be placed'}")
+        _say_job(f"{job['name']} waits: {reason_text(job['reason']) or 'to be placed'}")
     for job in found["unhealthy"]:
         if job["id"] not in queued:
             why = reason_text(job["reason"])
             ready = f"{job['ready']} of {job['replicas']} ready"
-            say(f"  {clean(job['name'])} is {job['state']}, {ready}{why and ': ' + why}")
+            _say_job(f"{job['name']} is {job['state']}, {ready}{why and ': ' + why}")
+
+
+def _say_job(text: str) -> None:
+    say_wrapped(text, indent="    ", first="  ")
 
 
 def _undetected(nodes: Iterable[dict[str, Any]], told: Collection[str]) -> list[str]:

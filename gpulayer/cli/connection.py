@@ -43,6 +43,23 @@ class Connection:
             pass  # it is not for us to see: whoever asks there hears why
         return True
 
+    def starting_daemon(self) -> int | None:
+        """The process of a daemon that has this user's data directory; its socket comes a moment later."""
+        from gpulayer.client.address import UnixSocket, find_address
+
+        address = find_address(self.url, self.data_dir, os.environ)
+        if not isinstance(address, UnixSocket) or self.url:
+            return None
+        lock = os.path.join(os.path.dirname(address.path), "lock")
+        try:
+            with open(lock) as file:
+                pid = int(file.read(32))
+            # What stands there may be of yesterday. To try the lock could keep a daemon from getting it.
+            held = [os.path.join(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]
+            return pid if any(os.path.realpath(path) == os.path.realpath(lock) for path in held) else None
+        except (OSError, ValueError):
+            return None
+
     def client(self, *, meanwhile: str = "the job runs on; Ctrl-C leaves it") -> Client:
         """`meanwhile`: what is said of what is followed while no daemon answers."""
         from gpulayer.cli.render import note

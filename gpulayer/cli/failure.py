@@ -12,9 +12,9 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from gpulayer.cli.words import is_attached_batch
+from gpulayer.cli.words import is_attached_batch, with_globals_last
 from gpulayer.model.errors import (
     GpulayerError,
     InvalidRequest,
@@ -38,6 +38,9 @@ NOT_THE_JOBS_OWN = 125
 INTERRUPTED = 128 + 2
 OUTPUT_CLOSED = 128 + 13
 """What a shell reports for SIGPIPE, which is how other programs end here."""
+
+# --mem is near to --memory (0.67), --gres not to --restart (0.55): as difflib counts.
+_NEAR = 0.6
 
 _OUTPUT_REFUSED = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
@@ -82,13 +85,13 @@ def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _give_up_output()
+        _give_up(sys.stdout)
         return OUTPUT_CLOSED
     except OSError as error:
         # All else that reads or writes says itself what it could not do.
         if error.errno not in _OUTPUT_REFUSED:
             raise
-        _give_up_output()
+        _give_up(sys.stdout)
         return _tell(GpulayerError(f"cannot write the output: {error.strerror}"), is_attached_batch(words))
     except Exception as error:
         # Named only here, because importing it costs more than some commands take in all.
@@ -99,16 +102,19 @@ def guarded(words: Sequence[str], command: Callable[[], int]) -> int:
         return _tell(_as_invalid(error, words), is_attached_batch(words))
 
 
-def _give_up_output() -> None:
-    """Python flushes stdout once more at its end, and would complain about it then."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _give_up(stream: TextIO) -> None:
+    """Python flushes it once more at its end, and would complain about it then."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _tell(error: GpulayerError, attached: bool) -> int:
     sys.stdout.flush()
-    print(f"gpulayer: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    try:
+        print(f"gpulayer: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+    except OSError:
+        _give_up(sys.stderr)  # the exit code says it
     if isinstance(error, Interrupted):
         return INTERRUPTED
     code = next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)
@@ -117,22 +123,35 @@ def _tell(error: GpulayerError, attached: bool) -> int:
 
 def _as_invalid(error: CycloptsError, words: Sequence[str]) -> InvalidRequest:
     """cyclopts says what was wrong and the nearest right word in one sentence; here they are message and hint."""
-    message, separator, nearest = " ".join(str(error).split()).partition(" Did you mean ")
+    message, _, nearest = " ".join(str(error).split()).partition(" Did you mean ")
     nearest, _, _ = nearest.partition(" Available commands")
-    message, is_command, _ = message.partition(" Available commands: ")
+    message, _, _ = message.partition(" Available commands: ")
     command = " ".join(["gpulayer", *(getattr(error, "command_chain", None) or ())])
     if command == "gpulayer submit" and any(word.partition("=")[0] == "--port" for word in words):
         return InvalidRequest(
             "submit has no option --port", hint="gpulayer chooses the port and sets $PORT; drop --port"
         )
-    if separator:
-        hint = f"did you mean {nearest.strip(' ?.').strip(chr(34))}?"
-    elif is_command:
-        from gpulayer.cli.app import command_names
+    nearest = nearest.strip(" ?.").strip(chr(34))
+    if message.startswith("Unknown command"):
+        from gpulayer.cli.app import command_meant, command_names
 
-        hint = f"commands: {', '.join(command_names(words))}"
+        meant = command_meant(with_globals_last(words))
+        listed = f"commands: {', '.join(command_names(words))}"
+        hint = f"did you mean gpulayer {meant}?" if meant else f"did you mean {nearest}?" if nearest else listed
+    elif nearest and _is_near(message, nearest):
+        hint = f"did you mean {nearest}?"
     elif "--wait requires an argument" in message:
         hint = "say how long, e.g. --wait 30s"
     else:
         hint = f"see {command} --help"
     return InvalidRequest(message.rstrip("."), hint=hint)
+
+
+def _is_near(message: str, nearest: str) -> bool:
+    """Of options, cyclopts compares the hyphens, too, and finds --start-timeout near to --partition."""
+    if not message.startswith("Unknown option: --"):
+        return True
+    import difflib
+
+    word = message.removeprefix("Unknown option: --").strip(" .")
+    return bool(difflib.get_close_matches(word, [nearest.removeprefix("--")], cutoff=_NEAR))

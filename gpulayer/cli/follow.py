@@ -27,7 +27,8 @@ _NO_FAILURES = frozenset(("restart_requested", "interrupted"))
 # Most services are ready by then, and need no words about how they got there.
 _QUIET_SECONDS = 1.0
 _REMIND_SECONDS = 5.0
-_REMIND_SECONDS_MAX = 60.0
+# In the same words.
+_REPEAT_SECONDS = 60.0
 _NAMED_MAX = 5
 _LAST_LINES = 5
 # Around the last lines of a run there are its start, its end, and what follows from it.
@@ -196,8 +197,7 @@ class _Progress(ABC):
         return ""
 
     def _remind(self) -> None:
-        patience_seconds = _REMIND_SECONDS
-        reminded_of = self._news_at
+        said, said_at = "", self._news_at
         while not self._has_ended.wait(_QUIET_SECONDS):
             with self._lock:
                 if self._latest is None:
@@ -205,14 +205,13 @@ class _Progress(ABC):
                 if not self._is_late:
                     self._is_late = True
                     self._tell(self._latest)
-                if self._news_at != reminded_of:
-                    reminded_of, patience_seconds = self._news_at, _REMIND_SECONDS
-                if time.monotonic() - self._news_at >= patience_seconds:
-                    held = [replica for replica in self._latest["replicas"] if self._is_held(replica)]
-                    if held:
-                        note(f"{self.prefix}still waiting: {clean(waiting_for({'replicas': held}))}")
-                        self._advise(self._hint_for_waiting(held))
-                    patience_seconds += min(patience_seconds, _REMIND_SECONDS_MAX)
+                held = [replica for replica in self._latest["replicas"] if self._is_held(replica)]
+                words = clean(waiting_for({"replicas": held}))
+                quiet_seconds = time.monotonic() - max(self._news_at, said_at)
+                if held and quiet_seconds >= (_REPEAT_SECONDS if words == said else _REMIND_SECONDS):
+                    said, said_at = words, time.monotonic()
+                    note(f"{self.prefix}still waiting: {words}")
+                    self._advise(self._hint_for_waiting(held))
 
 
 def _named(indexes: Iterable[int]) -> str:
@@ -328,8 +327,20 @@ class _BatchProgress(_Progress):
 
     prefix = "gpulayer: "
 
+    def __init__(self, job: Job, *, in_foreground: bool) -> None:
+        super().__init__()
+        self._job = job
+        self._in_foreground = in_foreground
+
     def _words(self, replica: Mapping[str, Any]) -> Words:
         return waiting_words(replica)
+
+    def _say(self, indexes: list[int], words: Words) -> None:
+        super()._say(indexes, words)
+        if words.is_warning and not self._in_foreground:
+            self._advise(
+                f"it stays in the queue; Ctrl-C leaves it there, `gpulayer job cancel {self._job.name}` removes it"
+            )
 
     def _is_held(self, replica: Mapping[str, Any]) -> bool:
         return bool(replica["state"] == "waiting")
@@ -396,14 +407,14 @@ class _Output(threading.Thread):
         stream.flush()
 
 
-def until_ended(job: Job, wait_seconds: float | None, *, replicas: int) -> int:
+def until_ended(job: Job, wait_seconds: float | None, *, replicas: int, in_foreground: bool = False) -> int:
     """Show a batch's output until its end, and return its own exit code: 128+n for signal n, 125 where it has none.
 
-    Raises WaitTimeout and Interrupted as `until_ready` does; the batch goes on then.
+    Raises WaitTimeout and Interrupted as `until_ready` does; the batch goes on then. `in_foreground`: Ctrl-C stops it.
     """
     output = _Output(job, prefixed=replicas > 1)
     output.start()
-    progress = _BatchProgress()
+    progress = _BatchProgress(job, in_foreground=in_foreground)
     progress.begin()
     status: Document | None = None
     try:

@@ -80,7 +80,9 @@ class Pages:
         text = _plain(usage).strip()
         # "[ARGS...]" is the command, which is what people look for here; or the jobs.
         words = "[--] CMD ARG…" if " submit " in text else "JOB…"
-        print(f"Usage: {text.removeprefix('Usage:').strip().replace('[ARGS...]', words)}\n")
+        text = text.removeprefix("Usage:").strip().replace("[ARGS...]", words)
+        # The one argument that may be left out.
+        print(f"Usage: {text.replace('[ARGS]', '[SHELL]')}\n")
 
     def render_description(self, console: Any, options: Any, description: Any) -> None:
         text = _plain(description)

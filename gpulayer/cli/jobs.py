@@ -13,7 +13,20 @@ from cyclopts import Parameter
 from gpulayer.cli.cluster import say_events
 from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.options import job_and_replica, moment, whole_job
-from gpulayer.cli.render import ago, clean, note, pairs, reason_text, say, say_json, say_now, table, utc
+from gpulayer.cli.render import (
+    Row,
+    ago,
+    clean,
+    fitted_table,
+    note,
+    pairs,
+    reason_text,
+    say,
+    say_json,
+    say_now,
+    say_wrapped,
+    utc,
+)
 from gpulayer.client.calls import Document
 from gpulayer.client.logs import LogLine
 from gpulayer.client.sync import Client, Job
@@ -47,20 +60,23 @@ def job_list(
         say_json(found)
         return
     rows = [
-        (
-            job["name"],
-            job["id"],
-            job["kind"],
-            job["state"],
-            "-" if job["state"] in ENDED_STATES else f"{job['ready']}/{job['replicas']}",
-            job["restarts"],
-            f"{job['gpus']:g}" if job["gpus"] else "-",
-            ago(job["submitted_at_utc"]),
-            reason_text(job["reason"]),
+        Row(
+            (
+                job["name"],
+                job["id"],
+                job["kind"],
+                job["state"],
+                "-" if job["state"] in ENDED_STATES else f"{job['ready']}/{job['replicas']}",
+                job["restarts"],
+                f"{job['gpus']:g}" if job["gpus"] else "-",
+                ago(job["submitted_at_utc"]),
+                reason_text(job["reason"]),
+            )
         )
         for job in found
     ]
-    table(("NAME", "ID", "KIND", "STATE", "READY", "RESTARTS", "GPUS", "AGE", "REASON"), rows)
+    headers = ("NAME", "ID", "KIND", "STATE", "READY", "RESTARTS", "GPUS", "AGE", "REASON")
+    fitted_table(headers, rows, names=("NAME",), is_whole_elsewhere=True)
 
 
 def job_status(job: str, /, *, json: bool = False, connection: Connection = LOCAL) -> None:
@@ -201,7 +217,7 @@ def job_explain(job: str, /, *, json: bool = False, connection: Connection = LOC
     if json:
         say_json(found)
         return
-    say(pairs(job=found["name"], id=found["id"], state=found["state"]))
+    say_wrapped(pairs(job=found["name"], id=found["id"], state=found["state"]), indent="  ", first="")
     told = None
     if len(found["replicas"]) != 1 or not _is_same(found["reason"], found["replicas"][0]["reason"]):
         told = found["reason"]

@@ -33,6 +33,7 @@ from gpulayer.client.sync import Client, Job, connect
 from gpulayer.client.waits import ENDED_STATES, ended, waiting_for
 from gpulayer.model.errors import BY_CODE, GpulayerError, JobEnded, Refused, Unreachable, WaitTimeout
 from gpulayer.model.units import format_duration
+from gpulayer.runtime.children import without_users_modules
 
 # Beyond the grace that the job was given: a node whose replicas have ended is gone in a tenth of a second.
 END_SECONDS_MAX = 30.0
@@ -66,7 +67,7 @@ def run_here(connection: Connection, request: JobRequest, wait_seconds: float | 
                 forewarn(spec, client)
                 answer = client.submit_document(request)
                 job = _JobHere(client, answer["id"], answer["name"])
-                _refuse_what_never_fits(client, job, answer.get("warning"))
+                _refuse_what_never_fits(client, job, answer.get("warning"), wants_gpus=spec.requirements.gpus_milli > 0)
                 return _stay(job, request, wait_seconds, signals, json=json)
         except KeyboardInterrupt:
             assert signals.first is not None
@@ -82,13 +83,18 @@ def asked_here(connection: Connection) -> Iterator[Client]:
         yield client
 
 
-def _refuse_what_never_fits(client: Client, job: Job, warning: Mapping[str, str] | None) -> None:
+def _refuse_what_never_fits(client: Client, job: Job, warning: Mapping[str, str] | None, *, wants_gpus: bool) -> None:
     """No node will join that has what is missing. A driver that does not answer yet may have it."""
     deadline = time.monotonic() + DRIVER_SECONDS_MAX
     reason, is_told = warning, False
     while reason is not None and reason["code"] == "never_fits":
-        may_come = any(node["gpu_detect"] == "error" for node in client.nodes())
+        (node,) = client.nodes()
+        may_come = node["gpu_detect"] == "error"
         if not may_come or time.monotonic() >= deadline:
+            # One that is broken is counted with those that are not there.
+            for text in node["undetected"] if wants_gpus else ():
+                if text not in reason["text"]:
+                    note(f"gpulayer: not detected: {clean(text)}")
             raise GpulayerError(clean(reason["text"]), hint=_for_here(reason["hint"]), code=reason["code"])
         if not is_told:
             is_told = True
@@ -103,12 +109,12 @@ def _refuse_what_never_fits(client: Client, job: Job, warning: Mapping[str, str]
 
 
 def _stay(job: _JobHere, request: JobRequest, wait_seconds: float | None, signals: _Signals, *, json: bool) -> int:
-    stopper = _Stopper(job, request, wait_seconds)
+    stopper = _Stopper(job, request, wait_seconds, signals.kill)
     signals.first_does(stopper.stop)
     try:
         try:
             if request.spec.kind == "batch":
-                code = until_ended(job, None, replicas=request.spec.replicas)
+                code = until_ended(job, None, replicas=request.spec.replicas, in_foreground=True)
             else:
                 code = _stay_with_service(job, request, stopper, json=json)
         finally:
@@ -118,6 +124,10 @@ def _stay(job: _JobHere, request: JobRequest, wait_seconds: float | None, signal
         if not stopper.has_stopped_it:
             raise
         note(f"gpulayer: job {job.name} was stopped")
+        code = 0
+    except Unreachable:
+        if not stopper.has_ended_its_node:
+            raise
         code = 0
     if stopper.time_is_over is not None:
         raise stopper.time_is_over
@@ -154,36 +164,50 @@ def _stay_with_service(job: _JobHere, request: JobRequest, stopper: _Stopper, *,
 
 def _watched_to_its_end(job: _JobHere) -> Document:
     """Says where it serves from now on, and what it waits for. How runs end and begin stands in its log."""
-    said: dict[int, str] = {}
+    assert job.seen is not None
+    said = {replica["index"]: _words_of(replica) for replica in job.seen["replicas"]}
     for status in job.watch():
         if status["state"] in ENDED_STATES:
             return status
         for replica in status["replicas"]:
-            words = waiting_words(replica).text
-            if replica["state"] == "ready" and replica["endpoint"]:
-                words = f"ready at {replica['endpoint']}"
-            # The first time it was said already.
-            if words and said.setdefault(replica["index"], words) != words:
+            words = _words_of(replica)
+            if words and said.get(replica["index"]) != words:
                 said[replica["index"]] = words
                 note(f"replica {replica['index']}: {words}")
     raise AssertionError("a watch ends with an ended state")
 
 
+def _words_of(replica: Mapping[str, Any]) -> str:
+    if replica["state"] == "ready" and replica["endpoint"]:
+        return f"ready at {replica['endpoint']}"
+    return waiting_words(replica).text
+
+
 class _JobHere(Job):
     """As a job on a daemon; what is said of it names no commands, which would ask a daemon."""
+
+    seen: Document | None = None
+    """How it was when that was watched last."""
 
     def watch(self, timeout: float | None = None) -> Generator[Document, None, None]:
         for status in super().watch(timeout):
             replicas = [{**replica, "reason": _reason_for_here(replica["reason"])} for replica in status["replicas"]]
-            yield {**status, "reason": _reason_for_here(status["reason"]), "replicas": replicas}
+            self.seen = {**status, "reason": _reason_for_here(status["reason"]), "replicas": replicas}
+            yield self.seen
 
 
 def _reason_for_here(reason: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    return None if reason is None else {**reason, "hint": _for_here(reason["hint"])}
+    # Whoever stops a job here is this command, which says why.
+    if reason is None or reason["code"] == "cancelled":
+        return None
+    return {**reason, "hint": _for_here(reason["hint"])}
 
 
 def _for_here(hint: str) -> str:
-    return "; ".join(part for part in hint.split("; ") if "gpulayer " not in part)
+    hint = hint.replace(", which is the daemon's unless --env PATH gives yours", "")
+    return "; ".join(
+        part for part in hint.split("; ") if "gpulayer " not in part or "gpulayer resources detect" in part
+    )
 
 
 class _Log(threading.Thread):
@@ -215,12 +239,14 @@ class _Stopper:
     """Stops the job when that is asked for, and when its time is over, while the main thread stays with it: so all that
     it says until its end is shown."""
 
-    def __init__(self, job: Job, request: JobRequest, wait_seconds: float | None) -> None:
+    def __init__(self, job: Job, request: JobRequest, wait_seconds: float | None, end_node: Callable[[], None]) -> None:
         self.has_stopped_it = False
+        self.has_ended_its_node = False
         self.time_is_over: WaitTimeout | None = None
         self._job = job
         self._spec = request.spec
         self._wait_seconds = wait_seconds
+        self._end_node = end_node
         # Of all that can wake up a thread, this is what a signal handler may use.
         self._told: SimpleQueue[Literal["stop", "ready", "over"]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="stopper", daemon=True)
@@ -258,8 +284,14 @@ class _Stopper:
             self._job.cancel()
         except Refused:
             self.has_stopped_it, self.time_is_over = False, None  # it has ended by itself
-        except GpulayerError:
+        except Unreachable:
             pass  # its node has ended, and it with that
+        except GpulayerError as error:
+            # A full disk. What cannot be written down is done by the shims, as the job says, when their node is gone.
+            with suppress(OSError):
+                note(f"gpulayer: it cannot be stopped in good order: {clean(error.message)}")
+            self.has_ended_its_node = True
+            self._end_node()
 
     def _next(self, seconds: float | None) -> Literal["stop", "ready", "over"] | None:
         try:
@@ -368,6 +400,7 @@ class _Node:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            env=without_users_modules(os.environ),
             # A session of its own: Ctrl-C is for us, and so is Ctrl-Z.
             start_new_session=True,
         )

@@ -72,19 +72,6 @@ def pairs(**fields: object) -> str:
     return " ".join(f"{key}={clean(value)}" for key, value in fields.items() if value is not None)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns under headers. On a terminal the last one is cut where a line would be too long."""
-    cells = [list(headers), *([clean(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(headers))]
-    is_terminal = sys.stdout.isatty()
-    if is_terminal:
-        before_last = sum(width + len(_GAP) for width in widths[:-1])
-        widths[-1] = max(_LAST_WIDTH_MIN, min(widths[-1], _terminal_width() - before_last))
-    for place, row in enumerate(cells):
-        line = _GAP.join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        say(f"\033[1m{line}\033[0m" if is_terminal and place == 0 else line)
-
-
 class Row(NamedTuple):
     """Of a table that fits: its cells, and sentences that stand under it."""
 
@@ -92,11 +79,16 @@ class Row(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def fitted_table(headers: Sequence[str], rows: Sequence[Row], *, names: Collection[str] = ()) -> None:
-    """Columns that fit the terminal, or 80 characters where there is none. Those of `names` are shortened in their
-    middle if need be, because names of one kind differ at their ends; the last one goes on in further lines."""
+def fitted_table(
+    headers: Sequence[str], rows: Sequence[Row], *, names: Collection[str] = (), is_whole_elsewhere: bool = False
+) -> None:
+    """Columns that fit the terminal, or 80 characters where there is none; with `is_whole_elsewhere`, all of it is
+    there then. Those of `names` are shortened in their middle if need be, because names of one kind differ at their
+    ends; the last one goes on in further lines."""
     cells = [list(headers), *([clean(cell) for cell in row.cells] for row in rows)]
-    widths = _fitting([max(map(len, column)) for column in zip(*cells, strict=True)], headers, names)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if sys.stdout.isatty() or not is_whole_elsewhere:
+        widths = _fitting(widths, headers, names)
     indent = " " * sum(width + len(_GAP) for width in widths[:-1])
     for place, line in enumerate(cells):
         before = [shortened(cell, width).ljust(width) for cell, width in zip(line, widths[:-1], strict=False)]
@@ -150,10 +142,6 @@ def shortened(text: str, width: int) -> str:
 def screen_width() -> int:
     """Of the terminal; 80 where there is none."""
     return max(40, _terminal_width()) if sys.stdout.isatty() else _WIDTH_OTHERWISE
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _terminal_width() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpulayer.cli.connection import LOCAL, Connection
@@ -130,7 +130,7 @@ def _say_host(host: Host, found: Survey, given: Config) -> None:
     if host.disk_mib:
         free = f"{format_size(host.disk_free_mib)} free"
         _say("disk", f"{format_size(host.disk_mib)}, {free}, at {host.disk_path}")
-    gpus_near = _names_by_numa(found.devices)
+    gpus_near = _names_by_numa(found)
     for near in host.numa:
         gpus = gpus_near.get(near.id, ())
         parts = [f"CPUs {near.cpus}" if near.cpus else "no CPUs", format_size(near.memory_mib)]
@@ -139,7 +139,7 @@ def _say_host(host: Host, found: Survey, given: Config) -> None:
     drivers = ", ".join(f"{name} {version}" for name, version in _drivers(host, found).items())
     if drivers:
         _say("drivers", drivers)
-    for group in _links(found.devices):
+    for group in _links(found):
         _say("nvlink", group)
 
 
@@ -153,7 +153,7 @@ def _say_devices(found: Survey) -> None:
     if not gpus:
         say("no GPUs")
         return
-    names = _short_names(gpus)
+    names = _short_names(found)
     fitted_table(
         ("GPU", "MODEL", "MEMORY", "CC", "NUMA", "FOR JOBS"),
         [_device_row(each, names[each.device.uuid]) for each in gpus],
@@ -217,27 +217,29 @@ def _say_undetected(reasons: Sequence[str]) -> None:
 # --- topology, in short -------------------------------------------------------------------------------------------
 
 
-def _short_names(found: Iterable[Surveyed]) -> dict[str, str]:
-    devices = [each.device for each in found]
-    return short_names([{"uuid": each.uuid, "index": each.index, "parent": each.parent} for each in devices], "NODE")
+def _short_names(found: Survey) -> dict[str, str]:
+    devices = [each.device for each in found.devices if each.device.kind != "cpu"]
+    return short_names(
+        [{"uuid": each.uuid, "index": each.index, "parent": each.parent} for each in devices], found.node_id
+    )
 
 
-def _names_by_numa(found: Sequence[Surveyed]) -> dict[int, list[str]]:
+def _names_by_numa(found: Survey) -> dict[int, list[str]]:
     """Of GPUs; an instance is where its GPU is."""
     names = _short_names(found)
     near: dict[int, list[str]] = {}
-    for each in found:
-        if each.device.numa_node is not None and not each.device.parent:
+    for each in found.devices:
+        if each.device.numa_node is not None and each.device.uuid in names and not each.device.parent:
             near.setdefault(each.device.numa_node, []).append(names[each.device.uuid])
     return near
 
 
-def _links(found: Sequence[Surveyed]) -> list[str]:
+def _links(found: Survey) -> list[str]:
     """`0-7, each to each`, else a line for each GPU with the ones that it has a link to."""
     names = _short_names(found)
     peers = {
         each.device.uuid: sorted({*each.device.nvlink_peers} & names.keys())
-        for each in found
+        for each in found.devices
         if {*each.device.nvlink_peers} & names.keys()
     }
     lines = []

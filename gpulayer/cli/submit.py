@@ -3,6 +3,7 @@
 # Without `from __future__ import annotations`: cyclopts would have to evaluate the text of each of 35 annotations,
 # which takes longer than the request itself.
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,10 @@ _NEEDS = Group("What a replica needs", sort_key=10)
 _POLICY = Group("How it is kept running", sort_key=20)
 _PROCESS = Group("The process", sort_key=30)
 _SHOW = Group("What this command does", sort_key=40)
+
+# A daemon has its socket a tenth of a second after its data directory, later where a large log is to be read.
+_START_SECONDS_MAX = 15.0
+_START_LOOK_SECONDS = 0.05
 
 
 def submit(
@@ -176,9 +181,27 @@ def _is_for_here(target: Literal["remote", "local"] | None, connection: Connecti
             "--detach does not go with --target local: nobody would be there to look after the job",
             hint="start a daemon with `gpulayer up`, or leave out one of them",
         )
-    if target is not None or detach or connection.names_a_daemon():
-        return target == "local"
+    if target == "local" and connection.token:
+        raise InvalidRequest("--token and --target local exclude each other", hint="leave out one of them")
+    if target == "local":
+        return True
+    if connection.names_a_daemon() or _has_started(connection) or target == "remote" or detach:
+        return False
     note("no daemon here: runs in the foreground; `gpulayer up` starts one")
+    return True
+
+
+def _has_started(connection: Connection) -> bool:
+    """Waits for the socket of a daemon that was started a moment ago; False where there is no such daemon."""
+    pid = connection.starting_daemon()
+    if pid is None:
+        return False
+    note(f"note: a daemon (pid {pid}) is starting: waiting for it")
+    deadline = time.monotonic() + _START_SECONDS_MAX
+    while time.monotonic() < deadline and not connection.names_a_daemon():
+        if connection.starting_daemon() is None:
+            return False
+        time.sleep(_START_LOOK_SECONDS)
     return True
 
 
@@ -368,6 +391,8 @@ def _variable(text: str, what: str) -> tuple[str, str]:
 
 # --- a job in a file ----------------------------------------------------------------------------------------------
 
+# Options that are not the job's.
+_OF_THE_COMMAND = ("target", "wait", "detach", "dry_run", "json", "file", "url", "token", "data_dir")
 # Key -> what a TOML value must be. Nothing is guessed: `replicas = "2"` is refused as `--replicas two` is.
 _FILE_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "command": ((list,), 'an array of words, like ["python", "train.py"]'),
@@ -420,6 +445,9 @@ def _from_file(path: str) -> dict[str, Any]:
         if key not in _FILE_KEYS:
             from gpulayer.wire.http import nearest
 
+            if key in _OF_THE_COMMAND:
+                hint = f"it is for the command line: --{key.replace('_', '-')}"
+                raise InvalidRequest(f"{path}: {written} is no key of a job", hint=hint)
             shown = [known.replace("_", "-") if "-" in written else known for known in _FILE_KEYS]
             raise InvalidRequest(f"{path}: unknown key {written!r}", hint=nearest(written, shown))
         if key in keys:
@@ -448,7 +476,7 @@ def _as_options(keys: dict[str, Any], path: str) -> dict[str, Any]:
             keys[key] = [_text(item, f"{path}: {key}") for item in keys[key]]
     if "env_file" in keys:
         keys["env_file"] = [os.path.join(directory, item) for item in keys["env_file"]]
-    if "workdir" in keys:
+    if keys.get("workdir"):
         keys["workdir"] = os.path.join(directory, os.path.expanduser(keys["workdir"]))
     return keys
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.render import note, say, say_json, table, utc
+from gpulayer.cli.render import Row, fitted_table, note, say, say_json, utc
 
 
 def token_create(
@@ -46,8 +46,8 @@ def token_list(*, json: bool = False, connection: Connection = LOCAL) -> None:
     if json:
         say_json(found)
         return
-    rows = [(token["id"], token["role"], token["label"], utc(token["created_at_utc"])) for token in found]
-    table(("ID", "ROLE", "LABEL", "CREATED"), rows)
+    rows = [Row((token["id"], token["role"], utc(token["created_at_utc"]), token["label"])) for token in found]
+    fitted_table(("ID", "ROLE", "CREATED", "LABEL"), rows, is_whole_elsewhere=True)
 
 
 def token_revoke(token_id: str, /, *, connection: Connection = LOCAL) -> None:

@@ -54,6 +54,10 @@ def find_address(url: str | None, data_dir: str | os.PathLike[str] | None, envir
 
     Raises InvalidRequest for a URL that is none, or that would send a token over a network in clear text.
     """
+    if data_dir is not None and not isinstance(data_dir, str | os.PathLike):
+        raise InvalidRequest(
+            f"data_dir: {data_dir!r:.80} is not a path", hint='write it like data_dir="/var/lib/gpulayer"'
+        )
     if url:
         return parse_url(url)
     if not data_dir and environ.get("GPULAYER_URL"):

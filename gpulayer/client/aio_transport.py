@@ -6,6 +6,7 @@ nothing is kept that belongs to one event loop, and no request meets a connectio
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
@@ -28,6 +29,7 @@ from gpulayer.client.exchange import (
     no_answer,
     not_connected,
     request_headers,
+    understanding,
 )
 from gpulayer.client.stream import Absence, Following, Lines, StreamLost
 from gpulayer.client.transport import pid_behind
@@ -51,9 +53,11 @@ class AsyncTransport:
     async def call(self, call: Call[T]) -> T:
         """What is answered; raises what the answer says went wrong."""
         async with self.open(call, call.path) as response:
-            with self._answering(ANSWER_SECONDS_MAX):
-                content = await _whole(response)
-        return call.read(document_in(content, self.address))
+            with self._answering():
+                content = await _whole(response, ANSWER_SECONDS_MAX)
+        document = document_in(content, self.address)
+        with understanding(self.address):
+            return call.read(document)
 
     async def follow(self, feed: Feed[T], seconds: float, absence: Absence | None) -> AsyncGenerator[T, None]:
         """What the feed brings; WaitTimeout after `seconds`. The connection is closed with the generator."""
@@ -65,8 +69,10 @@ class AsyncTransport:
                     async with aclosing(_documents(response, following)) as documents:
                         async for document in documents:
                             following.got(document)
-                            yield feed.read(document)
-                            if feed.is_last(document):
+                            with understanding(self.address):
+                                read, is_last = feed.read(document), feed.is_last(document)
+                            yield read
+                            if is_last:
                                 return
                 return
             except Unreachable as error:
@@ -83,8 +89,9 @@ class AsyncTransport:
             with self._answering(seconds), self._socket_name() as uds:
                 transport = await stack.enter_async_context(httpx.AsyncHTTPTransport(uds=uds, verify=_NO_TLS))
                 response = await transport.handle_async_request(request)
-                failed = await _whole(response) if response.status_code >= 400 else None
-            if failed is not None:
+            if response.status_code >= 400:
+                with self._answering():
+                    failed = await _whole(response, seconds)
                 raise error_in(failed, response.status_code)
             yield response
 
@@ -116,7 +123,7 @@ class AsyncTransport:
             yield None
 
     @contextmanager
-    def _answering(self, seconds: float) -> Iterator[None]:
+    def _answering(self, seconds: float = math.inf) -> Iterator[None]:
         """While the daemon owes an answer; says what it means that there is none."""
         try:
             with anyio.fail_after(seconds):
@@ -149,11 +156,16 @@ async def _documents(response: httpx.Response, following: Following) -> AsyncGen
             yield document
 
 
-async def _whole(response: httpx.Response) -> bytes:
+async def _whole(response: httpx.Response, seconds: float) -> bytes:
+    """The body; `seconds` is for each piece of it, as in transport.py, where the socket bounds each read."""
     parts: list[bytes] = []
     size = 0
     async with _chunks(response) as chunks:
-        async for chunk in chunks:
+        while True:
+            with anyio.fail_after(seconds):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                break
             size += len(chunk)
             if size > ANSWER_BYTES_MAX:
                 raise httpx.RemoteProtocolError(f"the answer is longer than {ANSWER_BYTES_MAX} bytes")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 from gpulayer.client.exchange import NoAnswer
-from gpulayer.client.waits import ENDED_STATES
-from gpulayer.model.errors import GpulayerError, InvalidRequest, NotFound, Unreachable
+from gpulayer.client.waits import ENDED_STATES, JobWaits
+from gpulayer.model.errors import InvalidRequest, NotFound, Unreachable
 
 if TYPE_CHECKING:
     # Reading needs none of it, and it brings the whole model along: a tenth of the time that a command takes.
@@ -66,14 +67,16 @@ def ready() -> Call[None]:
 
 def submit(request: JobRequest, idempotency_key: str | None) -> Call[Document]:
     headers = {"Idempotency-Key": _key(idempotency_key)}
-    return Call(method="POST", path="/v1/jobs", body=_body_of(request), headers=headers, read=_document)
+    return Call(method="POST", path="/v1/jobs", body=_body_of(request), headers=headers, read=_of_a_job)
 
 
 def tell(answer: Document) -> None:
     """As a warning of Python's, to the line that called `submit`: the job is accepted, and will wait for a person."""
     if answer.get("warning"):
         reason = answer["warning"]
-        warnings.warn(f"job {answer['name']} waits: {reason['text']} ({reason['hint']})", stacklevel=3)
+        # Where warnings are errors, too, the job is there, and its handle not to be lost.
+        with suppress(JobWaits):
+            warnings.warn(f"job {answer['name']} waits: {reason['text']} ({reason['hint']})", JobWaits, stacklevel=3)
 
 
 def dry_run(request: JobRequest) -> Call[Document]:
@@ -83,7 +86,7 @@ def dry_run(request: JobRequest) -> Call[Document]:
 def jobs(state: str, cursor: str | None) -> Call[tuple[list[Document], str | None]]:
     """One page, and where the next begins."""
     path = _path("/v1/jobs", state=state, limit=_PAGE_JOBS, cursor=cursor)
-    return Call(path=path, read=lambda page: (page["jobs"], page["next"]))
+    return Call(path=path, read=lambda page: (_array(page["jobs"]), page["next"]))
 
 
 def status() -> Call[Document]:
@@ -91,7 +94,7 @@ def status() -> Call[Document]:
 
 
 def nodes() -> Call[list[Document]]:
-    return Call(path="/v1/nodes", read=list)
+    return Call(path="/v1/nodes", read=_array)
 
 
 def resources() -> Call[Document]:
@@ -103,7 +106,7 @@ def audit() -> Call[Document]:
 
 
 def tokens() -> Call[list[Document]]:
-    return Call(path="/v1/tokens", read=lambda answer: list(answer["tokens"]))
+    return Call(path="/v1/tokens", read=lambda answer: _array(answer["tokens"]))
 
 
 def create_token(role: str, label: str) -> Call[Document]:
@@ -141,7 +144,7 @@ def job_path(name: str) -> str:
 
 
 def job_status(name: str) -> Call[Document]:
-    return Call(path=job_path(name), read=_document)
+    return Call(path=job_path(name), read=_of_a_job)
 
 
 def spec(job_id: str) -> Call[Document]:
@@ -159,12 +162,14 @@ def cancel(job_id: str) -> Call[Document]:
 def restart(job_id: str, replicas: Sequence[int] | None) -> Call[Document]:
     if replicas is not None and (isinstance(replicas, str | bytes) or not isinstance(replicas, Sequence)):
         raise InvalidRequest(f"replicas: {replicas!r} is not a list of indexes", hint="write [0], or leave it out")
+    if replicas is not None and not replicas:
+        raise InvalidRequest("replicas: it is empty", hint="write [0], or leave it out for all of them")
     body = {} if replicas is None else {"replicas": list(replicas)}
     return Call(method="POST", path=f"{job_path(job_id)}/restart", body=body, read=_document)
 
 
 def endpoint_documents(job_id: str) -> Call[list[Document]]:
-    return Call(path=f"{job_path(job_id)}/endpoints", read=list)
+    return Call(path=f"{job_path(job_id)}/endpoints", read=_array)
 
 
 def endpoints(job_id: str) -> Call[list[str]]:
@@ -181,7 +186,7 @@ def watch(job_id: str) -> Feed[Document]:
 
 
 def watch_endpoints(job_id: str) -> Feed[list[Document]]:
-    return Feed(path_after=lambda last: f"{job_path(job_id)}/endpoints?watch=1", read=list, is_resumed=True)
+    return Feed(path_after=lambda last: f"{job_path(job_id)}/endpoints?watch=1", read=_array, is_resumed=True)
 
 
 def logs(
@@ -252,14 +257,28 @@ def _body_of(request: JobRequest) -> Document:
     return request.body()
 
 
+# What is not as the API has it raises what Python raises then; the transports turn it into words.
+
+
 def _document(answer: Any) -> Document:
     if not isinstance(answer, dict):
-        raise GpulayerError(f"the daemon answered {type(answer).__name__}, not an object", hint="check --url")
+        raise TypeError(f"{type(answer).__name__} is not an object")
     return answer
 
 
-def _addresses(found: list[Document]) -> list[str]:
-    return [item["endpoint"] for item in sorted(found, key=lambda item: int(item["replica"]))]
+def _of_a_job(answer: Any) -> Document:
+    """With what a handle is made of."""
+    return _document(answer) | {"id": answer["id"], "name": answer["name"]}
+
+
+def _array(answer: Any) -> list[Document]:
+    if not isinstance(answer, list):
+        raise TypeError(f"{type(answer).__name__} is not an array")
+    return answer
+
+
+def _addresses(found: Any) -> list[str]:
+    return [item["endpoint"] for item in sorted(_array(found), key=lambda item: int(item["replica"]))]
 
 
 def _flag(value: bool) -> int | None:

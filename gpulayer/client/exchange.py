@@ -51,9 +51,20 @@ def document_in(content: bytes, address: Address) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise GpulayerError(
-            f"what answers at {address} is not a gpulayer daemon ({content[:40]!r})", hint="check --url"
-        ) from error
+        raise _no_daemon(address, repr(content[:40])) from error
+
+
+@contextmanager
+def understanding(address: Address) -> Iterator[None]:
+    """While a document is read: JSON that is none of ours was said by something else."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _no_daemon(address, f"{error!r:.80}") from error
+
+
+def _no_daemon(address: Address, why: str) -> GpulayerError:
+    return GpulayerError(f"what answers at {address} is not a gpulayer daemon ({why})", hint="check --url")
 
 
 def error_in(content: bytes, status: int) -> GpulayerError:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from gpulayer.client.keys import (
     flag,
@@ -30,11 +30,13 @@ from gpulayer.client.keys import (
 )
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.model.ids import name_from_command
-from gpulayer.model.job import JobSpec, Requirements, RestartWhen
+from gpulayer.model.job import JobSpec, Requirements, RestartWhen, checked_gpu_models
 from gpulayer.model.units import MILLI, parse_gpus
 
 if TYPE_CHECKING:
     from signal import Signals
+
+Accelerator: TypeAlias = Literal["cuda", "rocm", "mps", "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ def service(
     *,
     name: str | None = None,
     replicas: int = 1,
-    accelerator: str | None = None,
+    accelerator: Accelerator | None = None,
     gpus: int | float | str = 0,
     gpu_model: str | Iterable[str] = (),
     gpu_memory: str | None = None,
@@ -165,7 +167,7 @@ def batch(
     *,
     name: str | None = None,
     replicas: int = 1,
-    accelerator: str | None = None,
+    accelerator: Accelerator | None = None,
     gpus: int | float | str = 0,
     gpu_model: str | Iterable[str] = (),
     gpu_memory: str | None = None,
@@ -232,7 +234,7 @@ def _requirements(
         return Requirements(
             accelerator=text_or_none("accelerator", accelerator),
             gpus_milli=parse_gpus(quantity("gpus", gpus)),
-            gpu_models=patterns("gpu_model", gpu_model),
+            gpu_models=checked_gpu_models("gpu-model", patterns("gpu_model", gpu_model)),
             gpu_memory_mib=size_mib("gpu_memory", gpu_memory),
             vendor=text_or_none("vendor", vendor),
             cpus_milli=_cpus_milli(quantity("cpus", cpus)),
@@ -261,9 +263,17 @@ def _retry(value: Retry) -> int:
 
 
 def _absolute(workdir: str | os.PathLike[str] | None) -> str | None:
-    return None if workdir is None else os.path.abspath(os.path.expanduser(path("workdir", workdir)))
+    if workdir is None:
+        return None
+    given = path("workdir", workdir)
+    if not given:
+        raise InvalidRequest("workdir: it is empty", hint="leave it out for a sandbox")
+    return os.path.abspath(os.path.expanduser(given))
 
 
 def _signal(value: str | Signals) -> str:
     """`signal.SIGTERM`, "SIGTERM" and "term" are what people write for TERM."""
-    return text("stop_signal", getattr(value, "name", value)).upper().removeprefix("SIG")
+    name = getattr(value, "name", value)
+    if not isinstance(name, str):
+        raise wrong("stop_signal", value, "text", 'write "TERM", or signal.SIGTERM')
+    return name.upper().removeprefix("SIG")

@@ -56,6 +56,13 @@ class Client:
     def __repr__(self) -> str:
         return f"<Client {self.url}>"
 
+    def __enter__(self) -> Client:
+        """For symmetry with the async one: nothing is kept open."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
     @property
     def url(self) -> str:
         """The daemon that is asked, as `connect(url=…)` takes it."""
@@ -71,8 +78,8 @@ class Client:
 
         A submit that gets no answer is repeated with the same key for six seconds, so it happens once or not at all:
         two submits with one `idempotency_key` (kept for 24 h) are one job. Left out, each call makes a key of its own.
-        Raises Refused where the name is in use, or the key was used for something else. Warns (`warnings`) of what will
-        keep it waiting until a person does something: no node has such a GPU, say.
+        Raises Refused where the name is in use, or the key was used for something else. Warns (gl.JobWaits)
+        of what will keep it waiting until a person does something: no node has such a GPU, say.
         """
         answer = self.submit_document(request, idempotency_key)
         calls.tell(answer)

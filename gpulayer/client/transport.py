@@ -30,6 +30,7 @@ from gpulayer.client.exchange import (
     no_answer,
     not_connected,
     request_headers,
+    understanding,
 )
 from gpulayer.client.stream import Absence, Following, Lines, StreamLost
 from gpulayer.model.errors import Unreachable
@@ -68,7 +69,9 @@ class Transport:
             raise self._no_answer(error) from error
         finally:
             opened.close()
-        return call.read(document_in(content, self.address))
+        document = document_in(content, self.address)
+        with understanding(self.address):
+            return call.read(document)
 
     def follow(self, feed: Feed[T], seconds: float, absence: Absence | None) -> Generator[T, None, None]:
         """What the feed brings; WaitTimeout after `seconds`. The connection is closed with the generator."""
@@ -80,8 +83,10 @@ class Transport:
                 with closing(_documents(opened, following)) as documents:
                     for document in documents:
                         following.got(document)
-                        yield feed.read(document)
-                        if feed.is_last(document):
+                        with understanding(self.address):
+                            read, is_last = feed.read(document), feed.is_last(document)
+                        yield read
+                        if is_last:
                             return
                 return
             except Unreachable as error:

@@ -13,6 +13,10 @@ ENDED_STATES = frozenset(("succeeded", "failed", "cancelled", "lost"))
 _ENDED_AS = {"succeeded": "has ended", "failed": "failed", "cancelled": "was cancelled", "lost": "was lost"}
 
 
+class JobWaits(UserWarning):
+    """A job was accepted, and will wait until a person does something."""
+
+
 class UntilReady:
     """Waiting for every replica to serve."""
 
@@ -25,7 +29,12 @@ class UntilReady:
         """Those of every replica, or None while it is not so. Raises JobEnded."""
         self._status = status
         if status["state"] in ENDED_STATES:
-            raise ended(status)
+            error = ended(status)
+            if status["state"] == "succeeded" and status["kind"] == "batch":
+                error.hint = (
+                    f"a batch serves nowhere; job.wait(), or gpulayer job wait {self._job_name}, waits for its end"
+                )
+            raise error
         if not is_all_ready(status):
             return None
         return [replica["endpoint"] for replica in status["replicas"] if replica["endpoint"]]
@@ -76,6 +85,10 @@ def seconds_to_wait(wait: float | bool | None) -> float | None:
 def _seconds(what: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise InvalidRequest(f"{what}: {value!r:.80} is not a number of seconds", hint=f"write it like {what}=120")
+    if value < 0:
+        raise InvalidRequest(
+            f"{what}: {value} is less than nothing", hint=f"write it like {what}=120, or 0 not to wait"
+        )
     return float(value)
 
 

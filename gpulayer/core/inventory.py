@@ -2,7 +2,7 @@
 
 A device that is not well is unhealthy at once, with its reason, and well again only after three good readings in a row;
 none of the others is touched by that. A device that the driver stops reporting stays in the list, unhealthy: a GPU is
-never silently gone (T04, T76). What somebody else holds of a device (`foreign`) is kept apart from its health, because
+never silently gone. What somebody else holds of a device (`foreign`) is kept apart from its health, because
 it needs another remedy.
 """
 
@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, assert_never
 
-from gpulayer.model.inventory import DeviceProcess, DeviceReading, Reading, ReadingFailed
+from gpulayer.model.inventory import CONFIRM_SECONDS, DeviceProcess, DeviceReading, Reading, ReadingFailed
 from gpulayer.model.node import Accelerator, GpuDetect
 from gpulayer.model.units import MILLI, Instant, format_size
 
 SOURCE = "nvml"
 GOOD_READINGS_NEEDED = 3
-# The driver takes a moment to give back what a killed process had; after this it is a fault (lifecycle.md §4.3).
-CONFIRM_SECONDS = 30.0
 PROCESSES_NAMED = 3
 NOT_CONFIRMED = "not confirmed free"
 # A foreign process that grows or shrinks by less than this part of the device is no news: each change is a log entry.

@@ -21,7 +21,7 @@ from gpulayer.model.ids import JobId, NodeId
 from gpulayer.model.node import Node
 from gpulayer.model.units import NEVER, Duration, Instant
 
-# lifecycle.md §9, in seconds of cluster time.
+# How long things are kept, in seconds of cluster time.
 ENDED_JOBS_KEPT_SECONDS = 7 * 86400.0
 ENDED_JOBS_MAX = 10_000
 ANSWERS_KEPT_SECONDS = 24 * 3600.0
@@ -31,7 +31,7 @@ FORGET_BATCH = 1000
 # After a proposal that failed: long enough not to spin on a full disk, short enough that nobody notices a lost race.
 RETRY_DELAY = Duration(1.0)
 # After a plan that came to nothing although the state says that it fits: its node has refused it, and its record, which
-# says why, is committed once in ten seconds at most (lifecycle.md §2.1).
+# says why, is committed once in ten seconds at most.
 REFUSED_DELAY = Duration(10.0)
 # Replicas that are refused in turn take turns in plans; so many of these are remembered.
 TRIED_MAX = 16

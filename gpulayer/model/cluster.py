@@ -76,7 +76,7 @@ class ClusterState:
     index: int = 0
     term: int = 0
     time_utc: float = 0.0
-    """Cluster time: the highest committed stamp (lifecycle.md §1)."""
+    """Cluster time: the highest committed stamp."""
     nodes: Mapping[NodeId, Node] = field(default_factory=dict)
     jobs: Mapping[JobId, Job] = field(default_factory=dict)
     tokens: Mapping[TokenId, Token] = field(default_factory=dict)

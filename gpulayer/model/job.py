@@ -21,6 +21,9 @@ ON_REPLICA_END: tuple[str, ...] = ("stop", "keep")
 COMMAND_BYTES_MAX = 512 * 1024
 STRING_BYTES_MAX = 128 * 1024 - 1
 REPLICAS_MAX = 10_000
+# Each is compared with every model there is, whenever somebody asks why the job waits.
+GPU_MODELS_MAX = 32
+GPU_MODEL_CHARS_MAX = 128
 
 # What gpulayer alone says to a run. Refused rather than overridden in silence: whoever sets one means it.
 RESERVED_PREFIX = "GPULAYER_"
@@ -40,7 +43,7 @@ class Requirements:
     gpu_models: tuple[str, ...] = ()
     """Patterns (fnmatch, any case); one must match."""
     gpu_memory_mib: int = 0
-    """Per device; a share tests share x total (lifecycle.md §2.4)."""
+    """Per device; a share tests share x total."""
     vendor: str | None = None
     cpus_milli: int = 0
     memory_mib: int = 0
@@ -200,6 +203,18 @@ def _check_string(what: str, text: str) -> None:
             f"{what} has a string of {len(text.encode()) // 1024} KiB, 128 KiB at most",
             hint="put it into a file and pass its path",
         )
+
+
+def checked_gpu_models(key: str, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a request. Not judged by Requirements, which also come from the logs of versions that took any."""
+    if "" in patterns:
+        raise InvalidRequest(f"{key}: an empty pattern matches no GPU", hint="leave it out, or write it like *A100*")
+    if len(patterns) > GPU_MODELS_MAX or any(len(pattern) > GPU_MODEL_CHARS_MAX for pattern in patterns):
+        raise InvalidRequest(
+            f"{key}: more than {GPU_MODELS_MAX} patterns, or one of more than {GPU_MODEL_CHARS_MAX} characters",
+            hint="use * for the part that may be anything",
+        )
+    return patterns
 
 
 def sorted_pairs(mapping: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

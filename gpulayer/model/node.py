@@ -60,9 +60,21 @@ class Accelerator:
             )
 
     @property
+    def label(self) -> str:
+        """What people know it by: `GPU 0 (GPU-ecdd1234)`, which CUDA understands too, else the UUID."""
+        if self.index is None:
+            return self.uuid
+        return f"GPU {self.index} ({_beginning_of(self.uuid)})"
+
+    @property
     def usable_milli(self) -> int:
         """What gpulayer may hand out of it now, held or not."""
         return 0 if self.unhealthy else MILLI - self.foreign_milli
+
+
+def _beginning_of(uuid: str) -> str:
+    """As far as people tell them apart: `GPU-ecdd1234`."""
+    return "-".join(uuid.split("-")[:2]) if uuid.startswith(("GPU-", "MIG-")) else uuid
 
 
 def excluded_by(uuid: str, devices: Iterable[Accelerator]) -> frozenset[str]:
@@ -101,6 +113,8 @@ class Capabilities:
     disk_mib: int = 0
     """All of the file system that the data directory is on."""
     numa: tuple[NumaNode, ...] = ()
+    gpus_excluded: int = 0
+    """GPUs that are there and that its configuration takes out: not among `accelerators`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ REASON_CODES: tuple[str, ...] = (
     "unkillable",
     "devices_not_clear",
     "device_unavailable",
+    "device_unhealthy",
     "cancelled",
     "replica_ended",
     "restart_requested",

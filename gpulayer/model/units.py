@@ -87,11 +87,12 @@ def parse_size(text: str, what: str = "size") -> Mib:
 
 
 def format_size(mib: int) -> str:
-    """`24GiB` when it is whole, else `1.5GiB` or `512MiB`."""
+    """`24GiB` when it is whole, else `1.5GiB` or `512MiB`. Never more than it is: what is shown can be asked for."""
     if mib >= 1024 and mib % 1024 == 0:
         return f"{mib // 1024}GiB"
     if mib >= 1024:
-        return f"{mib / 1024:.1f}GiB"
+        tenths = mib * 10 // 1024
+        return f"{tenths // 10}.{tenths % 10}GiB"
     return f"{mib}MiB"
 
 

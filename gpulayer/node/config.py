@@ -199,16 +199,24 @@ def _check_keys(table: Mapping[str, Any], known: Mapping[str, Any], path: str, p
         elif not isinstance(value, wanted) or isinstance(value, bool):
             names = wanted if isinstance(wanted, tuple) else (wanted,)
             expected = " or ".join(
-                {str: "text", int: "a whole number", float: "a number", dict: "a table", list: "an array of tables"}[
-                    kind
-                ]
+                {str: "text", int: "a whole number", float: "a number", dict: "a table", list: "a list"}[kind]
                 for kind in names
             )
-            raise InvalidRequest(f"{path}: {prefix + key} = {value!r} is not {expected}", hint="see docs/operating.md")
+            raise InvalidRequest(
+                f"{path}: {prefix + key} = {value!r} is not {expected}", hint=_how_to_write(prefix, key, names[0])
+            )
         elif wanted is list and not prefix and not all(isinstance(item, dict) for item in value):
             raise InvalidRequest(
                 f"{path}: {prefix + key} is not an array of tables", hint=f"write each as [[{prefix + key}]]"
             )
+
+
+def _how_to_write(prefix: str, key: str, kind: type) -> str:
+    if kind is list:
+        return f'write {key} = ["…"] below [{prefix[:-1]}]' if prefix else f"write each as [[{key}]]"
+    if kind is dict:
+        return f"write it as [{prefix + key}]"
+    return f'write it in quotes: {key} = "…"' if kind is str else f"write it without quotes: {key} = 4"
 
 
 def _nearest(key: str, known: Iterable[str], prefix: str = "") -> str:

@@ -358,6 +358,7 @@ class Daemon:
             # The module's own version, where the library does not tell: after an upgrade they may differ.
             drivers=tuple(sorted({**dict(host.drivers), **dict(inventory.drivers)}.items())),
             disk_mib=host.disk_mib,
+            gpus_excluded=len(inventory.excluded),
             numa=host.numa,
         )
 

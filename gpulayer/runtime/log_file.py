@@ -358,11 +358,15 @@ class LogFile:
         self.wants_checkpoint = False
 
     def _look_at_disk(self) -> None:
-        """Is there room for new work? The reserve is taken again when there is plenty."""
-        free = self._free_bytes()
-        if self._reserve_bytes and free > 2 * self._disk_free_min_bytes + self._reserve_bytes:
-            self._take_reserve()
-        self.disk_low = free < self._disk_free_min_bytes
+        """Is there room for new work? Only where its end can be written, too: with a reserve, or with room for one."""
+        needed = self._disk_free_min_bytes
+        if self._reserve_bytes and not self._reserve.exists():
+            needed += self._reserve_bytes
+            if self._free_bytes() > needed:
+                self._take_reserve()
+        self.disk_low = self._free_bytes() < self._disk_free_min_bytes or (
+            self._free_bytes() < needed and not self._reserve.exists()
+        )
 
     def _has_room_to_end(self) -> bool:
         """Is there room to stop and end what runs? Else who fills the disk could not be stopped. The reserve is let go

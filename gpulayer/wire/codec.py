@@ -30,7 +30,7 @@ import cbor2
 T = TypeVar("T")
 _Coder = Callable[[Any], Any]
 
-# Many times what is sent or stored at once (1 MiB of entries, consensus.md §1); an end to what a peer can make us read.
+# Many times what is sent or stored at once (1 MiB of entries); an end to what a peer can make us read.
 BYTES_MAX = 16 * 1024 * 1024
 # The deepest thing there is, a cluster's state down to a replica's exit, takes about twelve levels.
 DEPTH_MAX = 32

@@ -35,6 +35,7 @@ from gpulayer.model.job import (
     JobSpec,
     Requirements,
     RestartWhen,
+    checked_gpu_models,
     sorted_pairs,
 )
 from gpulayer.model.node import ACCELERATOR_KINDS
@@ -60,9 +61,6 @@ INTEGER_DIGITS_MAX = 19
 # One line, and nothing that turns the text around it: what controls, separates lines, or sets a direction is left out.
 TOKEN_LABEL = re.compile(r"[^\u0000-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e\u2066-\u2069]{0,200}")
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,128}")
-# Each is compared with every model there is, whenever somebody asks why the job waits.
-GPU_MODELS_MAX = 32
-GPU_MODEL_CHARS_MAX = 128
 _SHOWN_CHARS_MAX = 60
 
 # The end is optional: a string that is not closed is one match to the end of the text, so this stays linear.
@@ -428,11 +426,6 @@ def _requirements(fields: Fields) -> Requirements:
     models = (fields.text("gpu_model", ""),) if isinstance(fields.raw("gpu_model"), str) else fields.texts("gpu_model")
     memory_mib = fields.whole("gpu_memory_mib", 0, 0, MIB_MAX)
     vendor = fields.text_or_none("vendor")
-    if len(models) > GPU_MODELS_MAX or any(len(model) > GPU_MODEL_CHARS_MAX for model in models):
-        raise InvalidRequest(
-            f"gpu_model: more than {GPU_MODELS_MAX} patterns, or one of more than {GPU_MODEL_CHARS_MAX} characters",
-            hint="use * for the part that may be anything",
-        )
     for key, value in (("gpu_model", models), ("gpu_memory_mib", memory_mib), ("vendor", vendor)):
         if value and not gpus_milli:
             raise InvalidRequest(
@@ -442,7 +435,7 @@ def _requirements(fields: Fields) -> Requirements:
     return Requirements(
         accelerator=accelerator,
         gpus_milli=gpus_milli,
-        gpu_models=models,
+        gpu_models=checked_gpu_models("gpu_model", models),
         gpu_memory_mib=memory_mib,
         vendor=vendor,
         cpus_milli=_cpus_milli(fields),
@@ -780,6 +773,7 @@ def node_to_json(node: Node, state: ClusterState, free: Free, observed: str) -> 
         "gpu_detect": has.gpu_detect,
         "drivers": dict(has.drivers),
         "undetected": list(has.undetected),
+        "gpus_excluded": has.gpus_excluded,
         "devices": [
             accelerator_to_json(device) | {"share_free": share(idle[device.uuid]), "held_by": held.get(device.uuid, [])}
             for device in has.accelerators

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def test_what_nothing_but_a_person_can_change_is_said_at_once(daemon: Daemon) ->
     warning = answer.json["warning"]
     assert warning["code"] == "never_fits"
     assert warning["text"].startswith("cannot ever run here: ")
-    assert "`gpulayer job explain huge`" in warning["hint"]
+    assert warning["hint"].startswith("ask for what there is")
     dry = daemon.ask("POST", "/v1/jobs?dry_run=1", service(replicas=2)).json
     assert dry["warning"]["text"] == "2 replicas need as many nodes (spread=node), and 1 node can run one"
     assert daemon.ask("POST", "/v1/jobs?dry_run=1", service()).json["warning"] is None
@@ -215,6 +216,11 @@ def test_devices_say_who_holds_them(daemon: Daemon) -> None:
     assert stock[0]["all"] == 2
     metrics = daemon.ask("GET", "/metrics").body.decode()
     assert 'gpulayer_gpus_all{model="Test A100"} 2.0' in metrics
+    found = re.findall(r'gpulayer_gpus\{model="Test A100",state="(\w+)"\} (\d)\.0', metrics)
+    by_state = {state: int(count) for state, count in found}
+    assert by_state.keys() == {"idle", "held", "foreign", "unhealthy"}
+    assert sum(by_state.values()) == 2
+    assert by_state["held"] >= 1
     assert "gpulayer_log_index" in metrics
     daemon.ask("POST", f"/v1/jobs/{job}/cancel")
 

@@ -276,10 +276,11 @@ def test_schemathesis_finds_nothing_against_it(own_daemon: Daemon, tmp_path: Pat
     ended = daemon.submit("sh", "-c", "echo out; echo err >&2")
     daemon.wait_for_end(ended)
     goes_on = {"kind": "service", "name": "goes-on", "command": ["sleep", "1000"], "port": False}
+    live = daemon.ask("POST", "/v1/jobs", goes_on).json
     token = daemon.ask("POST", "/v1/tokens", {"role": "admin", "label": "schemathesis"}).json
     environment = {
         "GPULAYER_TEST_ENDED_JOB": ended,
-        "GPULAYER_TEST_LIVE_JOB": daemon.ask("POST", "/v1/jobs", goes_on).json["id"],
+        "GPULAYER_TEST_LIVE_JOB": f"{live['id']} {live['name']}",
         "GPULAYER_TEST_OWN_TOKEN": token["id"],
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "NO_COLOR": "1",

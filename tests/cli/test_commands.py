@@ -59,6 +59,17 @@ def test_an_output_that_cannot_be_written_is_said_in_a_sentence(daemon: Daemon) 
     assert (done.returncode, done.stderr) == (125, "gpulayer: cannot write the output: No space left on device\n")
 
 
+def test_where_errors_cannot_be_said_the_exit_code_says_them(daemon: Daemon) -> None:
+    for words, code in (
+        ("job status nothing-of-that-name", 4),
+        ("submit --bogus -- true", 125),
+        ("submit --detach", 2),
+        ("submit -- sh -c 'exit 3'", 125),
+        ("job list --data-dir nowhere", 3),
+    ):
+        assert shell(daemon, f"{words} 2> /dev/full").returncode == code, words
+
+
 # --- submit: services ---------------------------------------------------------------------------------------------
 
 
@@ -326,9 +337,10 @@ def test_events_go_on_behind_an_offset(daemon: Daemon) -> None:
 
 
 def test_a_table_fits_the_terminal_and_is_whole_elsewhere(daemon: Daemon) -> None:
-    daemon.cli("submit", "--detach", "--name", "wide", "--gpus", "1", "--", "true")
+    name = "wide-" + "x" * 40
+    daemon.cli("submit", "--detach", "--name", name, "--gpus", "1", "--", "true")
     piped = daemon.cli("job", "list").stdout
-    assert "never_fits: " in piped
+    assert re.search(rf"^{name} .* never_fits: .*GPU", piped, re.MULTILINE)
     assert "\033" not in piped
     main_side, other_side = os.openpty()
     fcntl.ioctl(other_side, termios.TIOCSWINSZ, struct.pack("4H", 24, 90, 0, 0))
@@ -341,8 +353,14 @@ def test_a_table_fits_the_terminal_and_is_whole_elsewhere(daemon: Daemon) -> Non
     shown = re.sub(r"\033\[\d*m", "", os.read(main_side, 1 << 16).decode())
     os.close(main_side)
     assert max(len(line) for line in shown.splitlines()) <= 90
-    assert any(line.endswith("…") for line in shown.splitlines())
-    daemon.cli("job", "cancel", "wide")
+    # Both ends of the name; the reason goes on below.
+    assert re.search(r"^wide-x+…x+ ", shown, re.MULTILINE)
+    assert "never_fits:" in shown
+    for words in (("status",), ("job", "explain", name)):
+        assert max(len(line) for line in daemon.cli(*words).stdout.splitlines()[:1]) <= 80
+    queued = [line for line in daemon.cli("status").stdout.splitlines() if line.startswith("  ")]
+    assert max(len(line) for line in queued) <= 80
+    daemon.cli("job", "cancel", name)
 
 
 # --- what is told while one waits ---------------------------------------------------------------------------------
@@ -421,6 +439,14 @@ def test_two_replicas_on_one_node_are_told_what_would_help(daemon: Daemon) -> No
     assert "ready=1/2" in status
     assert "ready=1/2" in daemon.cli("job", "status", "apart.0").stdout
     daemon.cli("job", "cancel", "apart", "apart-too", "--wait", "10s")
+
+
+def test_who_stays_with_a_batch_that_can_never_run_hears_how_to_be_rid_of_it(daemon: Daemon) -> None:
+    done = daemon.cli("submit", "--name", "stuck", "--gpus", "64", "--wait", "2s", "--", "true")
+    daemon.cli("job", "cancel", "stuck")
+    assert done.returncode == 124
+    hint = "hint: it stays in the queue; Ctrl-C leaves it there, `gpulayer job cancel stuck` removes it"
+    assert done.stderr.splitlines().count(hint) == 1
 
 
 def test_what_can_never_run_is_a_warning_also_for_who_does_not_stay(daemon: Daemon) -> None:

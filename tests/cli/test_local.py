@@ -7,14 +7,18 @@ import os
 import pwd
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from gpulayer.client.sync import connect
 from gpulayer.runtime.accelerators.device_locks import DeviceLocks, who_holds
+from tests.fakes.nvml import FakeNvml
 from tests.integration.daemon import (
     GPULAYER,
     Daemon,
@@ -245,6 +249,48 @@ def test_without_a_daemon_it_runs_here_and_says_so(host: Host) -> None:
     assert done.stderr.splitlines() == ["no daemon here: runs in the foreground; `gpulayer up` starts one"]
 
 
+def test_modules_of_the_users_own_are_not_taken_for_those_of_its_node(host: Host) -> None:
+    """PYTHONPATH is for the user's programs, and comes before Python's own modules."""
+    own = host.home / "project"
+    own.mkdir()
+    for name in ("secrets", "trio"):
+        (own / f"{name}.py").write_text("raise SystemExit('not for gpulayer')")
+    done = host.submit("--target", "local", "--", "sh", "-c", "exit 7", env={"PYTHONPATH": str(own)})
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_daemon_that_just_starts_is_waited_for(host: Host) -> None:
+    """The first lines of the README at once: `gpulayer up &`, and a submit."""
+    host.data_dir.mkdir()
+    with open(host.data_dir / "lock", "w") as lock:
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        command = host.start("--", "true")
+        assert command.stderr is not None
+        assert command.stderr.readline() == f"note: a daemon (pid {os.getpid()}) is starting: waiting for it\n"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+            made.bind(str(host.data_dir / "gpulayer.sock"))  # and nobody listens: it is asked, all the same
+            _, stderr = command.communicate(timeout=20)
+    assert command.returncode == 125
+    assert "no daemon answers at" in stderr
+
+
+def test_the_lock_of_a_daemon_that_is_gone_is_no_daemon(host: Host) -> None:
+    host.data_dir.mkdir()
+    for text in (f"{os.getpid()}\n", "999999999\n", "", "x"):
+        (host.data_dir / "lock").write_text(text)
+        done = host.submit("--", "sh", "-c", "exit 7")
+        assert done.returncode == 7, done.stderr
+        assert "is starting" not in done.stderr
+
+
+def test_no_daemons_path_is_spoken_of(host: Host) -> None:
+    done = host.submit("--target", "local", "--", "no-such-program")
+    assert done.returncode != 0
+    assert "the PATH of the job" in done.stderr
+    assert "daemon" not in done.stderr
+
+
 def test_a_daemon_that_is_named_is_asked(host: Host) -> None:
     done = host.submit("--", "true", env={"GPULAYER_URL": "http://127.0.0.1:1"})
     assert done.returncode == 125
@@ -381,6 +427,40 @@ def test_a_restart_says_the_new_address(host: Host) -> None:
     assert host.is_clean()
 
 
+def test_an_address_that_changed_while_nobody_read_the_first_is_said(host: Host) -> None:
+    """The command waits for its stdout to be read, and its service does not wait for that."""
+    theirs, ours = os.pipe()
+    os.set_blocking(ours, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(ours, bytes(4096))
+    os.set_blocking(ours, True)
+    command = subprocess.Popen(
+        [*GPULAYER, "submit", "--target", "local", "--service", "--", *SERVE],
+        env=host.env,
+        stdin=subprocess.DEVNULL,
+        stdout=ours,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    os.close(ours)
+    host.started.append(command)
+    with os.fdopen(theirs) as stdout:
+        first = lines_until(command, "replica 0: ready at")[-1].rpartition(" ")[2]
+        (directory,) = (host.data_dir / "local").iterdir()
+        job = connect(data_dir=directory).job("sh")
+        time.sleep(0.5)  # it is at its stdout now
+        os.kill(host.runs()[0], signal.SIGKILL)
+        wait_for(lambda: job.endpoints() not in ([], [first]), 20)
+        stdout.read(65536)
+        second = lines_until(command, "replica 0: ready at")[-1].rpartition(" ")[2]
+        assert second != first
+        interrupt(command)
+        command.communicate(timeout=20)
+    assert host.is_clean()
+
+
 def test_a_service_that_keeps_its_other_replicas_stays(host: Host) -> None:
     script = "[ $GPULAYER_REPLICA = 1 ] && exit 3; exec python3 -u -m http.server --bind $HOST $PORT"
     command = host.start(
@@ -410,6 +490,9 @@ def test_what_takes_longer_than_its_wait_is_stopped(host: Host) -> None:
     assert (done.returncode, done.stdout) == (124, "begun\n")
     assert "gpulayer: job sh has not ended after 1s" in done.stderr
     assert "hint: it was stopped" in done.stderr
+    # Nobody has.
+    assert "cancelled by a user" not in done.stderr
+    assert "submit it again" not in done.stderr
     done = host.submit("--target", "local", "--service", "--wait", "1s", "--", "sleep", "300")
     assert (done.returncode, done.stdout) == (124, "")
     assert "is not ready after 1s: replica 0 is starting: nothing listens on" in done.stderr
@@ -552,7 +635,7 @@ def test_a_daemon_waits_for_a_gpu_that_a_local_run_has(tmp_path: Path, host_with
         host_with_gpu.wait_for_run()
         job = daemon.batch(["true"], gpus=1)
         daemon.wait_replica(
-            job, lambda replica: replica["state"] == "waiting" and "GPU-a: held by" in replica["reason"]["text"]
+            job, lambda replica: replica["state"] == "waiting" and "GPU-a in use: held by" in replica["reason"]["text"]
         )
         lock = DeviceLocks(tmp_path, host_with_gpu.data_dir).path("GPU-a", is_declared=True)
         assert {holder.command for holder in who_holds(lock)} == {"gpulayer shim", "gpulayer submit --target local"}
@@ -561,6 +644,18 @@ def test_a_daemon_waits_for_a_gpu_that_a_local_run_has(tmp_path: Path, host_with
         assert daemon.wait_ended(job, 40)["state"] == "succeeded"
     finally:
         daemon.end()
+
+
+def test_a_gpu_that_the_driver_has_lost_is_named_where_it_is_missed(host: Host, tmp_path: Path) -> None:
+    fake = FakeNvml(tmp_path)
+    try:
+        fake.fault(1, "lost")
+        done = host.submit("--target", "local", "--gpus", "2", "--", "true", env=fake.env())
+        assert done.returncode == 125
+        assert "cannot ever run here: " in done.stderr
+        assert "not detected: GPU 1: the GPU is lost" in done.stderr
+    finally:
+        fake.remove_locks()
 
 
 def test_a_gpu_is_free_as_soon_as_command_and_node_were_killed(host_with_gpu: Host) -> None:
@@ -654,6 +749,35 @@ def test_a_full_disk_is_said_in_a_sentence(host: Host) -> None:
         assert host.is_clean()
     finally:
         subprocess.run(["umount", str(host.data_dir)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_job_that_has_filled_its_disk_is_stopped_all_the_same(host: Host) -> None:
+    """There is room to begin, and none to keep any in reserve: its end cannot be written down."""
+    host.data_dir.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(host.data_dir)], check=True)
+    # Its last words stand on another disk.
+    filler = (
+        "sh",
+        "-c",
+        f"trap 'echo >> {host.home}/asked; exit' TERM; cat /dev/zero > big; echo full; sleep 300 & wait",
+    )
+    try:
+        command = host.start("--target", "local", "--", *filler)
+        assert command.stdout is not None
+        assert command.stdout.readline() == "full\n"
+        interrupt(command)
+        _, stderr = command.communicate(timeout=20)
+        assert command.returncode == 130
+        assert "it cannot be stopped in good order: the disk of" in stderr
+        assert host.is_clean()
+        done = host.submit("--target", "local", "--wait", "1s", "--", *filler)
+        assert done.returncode == 124
+        assert "has not ended after 1s" in done.stderr
+        assert host.is_clean()
+        assert (host.home / "asked").read_text() == "\n\n"
+    finally:
+        subprocess.run(["umount", "-l", str(host.data_dir)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")

@@ -196,6 +196,16 @@ def test_declared_devices_are_listed_behind_the_others(machine: Machine) -> None
     assert [each["source"] for each in machine.devices()] == ["nvml", "nvml", "declared", "declared"]
 
 
+def test_the_names_of_declared_devices_are_short_also_where_a_daemon_has_run(bare: Machine) -> None:
+    """They are made up for the node, whose id is known then."""
+    bare.configure('[[accelerators]]\nkind = "cuda"\nmodel = "H100"\nmemory = "80GiB"\n')
+    bare.data_dir.mkdir()
+    (bare.data_dir / "node.json").write_text('{"node_id": "n-0123456789abcdef"}')
+    shown = bare.detect()
+    assert re.search(r"^cuda-h100-1 +H100 +80GiB", shown, re.MULTILINE), shown
+    assert "n-0123456789abcdef-cuda-h100-1" in shown
+
+
 # --- who is on it, and what is left out -------------------------------------------------------------------------------
 
 

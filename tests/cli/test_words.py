@@ -108,6 +108,17 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
             "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, resources, token",
         ),
         (["job", "frob"], 2, "commands: list, status, logs, endpoints, events, explain, wait, restart, cancel"),
+        (["logs", "web", "-f"], 2, "did you mean gpulayer job logs?"),
+        (["--url", "http://127.0.0.1:1", "cancel", "web"], 2, "did you mean gpulayer job cancel?"),
+        (["job", "stop", "web"], 2, "did you mean gpulayer job cancel?"),
+        (["ps"], 2, "did you mean gpulayer job list?"),
+        (["token", "rm", "t"], 2, "commands: create, list, revoke"),
+        (["submit", "--detach", "--gres", "gpu:1", "--", "ls"], 2, "see gpulayer submit --help"),
+        (["submit", "--detach", "--partition", "a", "--", "ls"], 2, "see gpulayer submit --help"),
+        (["submit", "--detach", "--mem", "4GiB", "--", "ls"], 2, "did you mean --memory?"),
+        (["submit", "--detach", "--workdir", "", "--", "ls"], 2, "leave it out for a sandbox"),
+        (["submit", "--detach", "--gpus", "1", "--gpu-model", "", "--", "ls"], 2, "gpu-model: an empty pattern"),
+        (["submit", "--target", "local", "--token", "T", "--service", "--", "ls"], 2, "leave out one of them"),
         (["job", "cancel"], 2, "write gpulayer job cancel JOB"),
         (["job", "cancel", "web", "--wait"], 2, "--wait 30s"),
         (["job", "cancel", "web.0"], 2, "gpulayer job restart web.0"),
@@ -165,7 +176,11 @@ def test_a_workdir_that_does_not_exist_is_said_before_anything_is_sent(tmp_path:
     [
         ('command = ["ls"]\nreplica = 2', "did you mean replicas?"),
         ('command = ["ls"]\ngpu-memori = "1GiB"', "did you mean gpu-memory?"),
+        ('command = ["ls"]\ntarget = "local"', "it is for the command line: --target"),
+        ('command = ["ls"]\ndry-run = true', "it is for the command line: --dry-run"),
         ('command = "ls"', "takes an array of words"),
+        ('command = ["ls"]\nworkdir = ""', "leave it out for a sandbox"),
+        ('command = ["ls"]\ngpus = 1\ngpu-model = ""', "gpu-model: an empty pattern"),
         ('command = ["ls"]\nreplicas = "2"', "takes a whole number"),
         ('command = ["ls"]\nstop-grace = "1s"\nstop_grace = "2s"', "is given twice"),
         ('command = ["ls"]\n[env]\nA = 1', 'write it in quotes, as in "1"'),
@@ -282,3 +297,30 @@ def test_completion_knows_the_commands(shell: str) -> None:
     assert done.returncode == 0
     for word in ("submit", "endpoints", "replicas"):
         assert word in done.stdout
+
+
+def test_the_one_argument_of_completion_is_named() -> None:
+    assert run("completion", "--help").stdout.startswith("Usage: gpulayer completion [OPTIONS] [SHELL]\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            '[devices]\nexclude = "GPU-x"',
+            ("devices.exclude = 'GPU-x' is not a list", 'write exclude = ["…"] below [devices]'),
+        ),
+        ('accelerators = "A100"', ("accelerators = 'A100' is not a list", "write each as [[accelerators]]")),
+        ("name = 5", ("name = 5 is not text", 'write it in quotes: name = "…"')),
+        ('api_port = "80"', ("api_port = '80' is not a whole number", "write it without quotes: api_port = 4")),
+    ],
+)
+def test_a_wrong_value_in_the_configuration_is_told_with_how_to_write_it(
+    tmp_path: Path, text: str, words: tuple[str, str]
+) -> None:
+    config = tmp_path / "gpulayer.toml"
+    config.write_text(text)
+    done = run("up", "--config", str(config), "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 2
+    for expected in words:
+        assert expected in done.stderr

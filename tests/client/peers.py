@@ -6,16 +6,19 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.integration.daemon import Daemon
 
 
 @contextmanager
-def answering(path: Path, answers: list[bytes]) -> Iterator[list[bytes]]:
-    """One connection after the other gets the next of `answers`, and is closed. Yields what was asked."""
+def answering(path: Path, answers: list[bytes], *, pause_seconds: float = 0) -> Iterator[list[bytes]]:
+    """One connection after the other gets the next of `answers`, and is closed. Yields what was asked. With a pause,
+    each five bytes of a body come after one.
+    """
     asked: list[bytes] = []
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -30,7 +33,15 @@ def answering(path: Path, answers: list[bytes]) -> Iterator[list[bytes]]:
             with connection:
                 connection.settimeout(10)
                 asked.append(_request(connection))
-                connection.sendall(answer)
+                if not pause_seconds:
+                    connection.sendall(answer)
+                    continue
+                with suppress(OSError):  # whoever asked may have enough
+                    head, end, body = answer.partition(b"\r\n\r\n")
+                    connection.sendall(head + end)
+                    for begin in range(0, len(body), 5):
+                        time.sleep(pause_seconds)
+                        connection.sendall(body[begin : begin + 5])
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

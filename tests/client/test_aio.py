@@ -13,9 +13,10 @@ import anyio
 import pytest
 
 import gpulayer as gl
+from gpulayer.client import aio_transport
 from gpulayer.client.stream import Absence
 from tests.client.peers import answering, answers_lost, open_sockets, port_of
-from tests.client.test_broken_answers import ACCEPTED, HEADER
+from tests.client.test_broken_answers import ACCEPTED, HEADER, as_json
 from tests.integration.daemon import Daemon, get
 
 SERVE = ["sh", "-c", "exec python3 -u -m http.server --bind $HOST $PORT"]
@@ -243,6 +244,39 @@ def test_any_other_answer_that_breaks_off_is_none(tmp_path: Path, status: bytes,
         run(check)
 
 
+def test_an_answer_that_comes_slowly_is_waited_for_and_one_that_stops_is_not(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the other client: it is each piece that must come in time. All of it had to, here."""
+    monkeypatch.setattr(aio_transport, "ANSWER_SECONDS_MAX", 0.5)
+
+    async def slowly() -> None:
+        assert await gl.aio.connect(f"unix://{tmp_path}/slow").status() == {"node": "n" * 60}
+
+    async def halting() -> None:
+        with pytest.raises(gl.Unreachable, match="did not answer in time"):
+            await gl.aio.connect(f"unix://{tmp_path}/halting").status()
+        await anyio.sleep(1)  # the peer, which is of this process, notices
+
+    answer = as_json({"node": "n" * 60})
+    with answering(tmp_path / "slow", [answer], pause_seconds=0.06):
+        run(slowly)
+    with answering(tmp_path / "halting", [answer], pause_seconds=1):
+        run(halting)
+
+
+@pytest.mark.parametrize(("answer", "call"), [(None, "nodes"), ({}, "jobs"), ([], "status")])
+def test_what_answers_in_json_all_the_same_is_said_to_be_no_daemon(
+    tmp_path: Path, run: Run, answer: object, call: str
+) -> None:
+    async def check() -> None:
+        with pytest.raises(gl.GpulayerError, match="is not a gpulayer daemon"):
+            await getattr(gl.aio.connect(f"unix://{tmp_path}/s"), call)()
+
+    with answering(tmp_path / "s", [as_json(answer)]):
+        run(check)
+
+
 def test_what_is_followed_goes_on_through_a_kill_of_the_daemon(tmp_path: Path, run: Run) -> None:
     daemon = Daemon(tmp_path).start()
 
@@ -364,6 +398,5 @@ def test_tasks_share_a_client(daemon: Daemon, run: Run) -> None:
     run(check)
 
 
-def test_importing_it_is_left_to_those_who_use_it() -> None:
-    assert gl.aio.__doc__
+def test_what_is_printed_says_what_it_is_and_no_secret() -> None:
     assert repr(gl.aio.connect("http://127.0.0.1:7450", token="gpl_secret")) == "<aio.Client http://127.0.0.1:7450>"

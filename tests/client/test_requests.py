@@ -14,6 +14,7 @@ import pytest
 
 import gpulayer as gl
 from gpulayer.client.address import Loopback, UnixSocket, find_address, parse_url
+from gpulayer.client.waits import UntilReady
 from gpulayer.wire.http import spec_to_json, submit_from_json
 
 
@@ -92,6 +93,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"gpu_model": "A100"}, r"gpu_model, gpu_memory and vendor say which GPUs, but gpus is 0 \(add gpus=1"),
     ({"gpu_model": 5, "gpus": 1}, "gpu_model: 5"),
     ({"gpu_model": ["A100", 5], "gpus": 1}, "gpu_model: 5 is not text"),
+    ({"gpu_model": "", "gpus": 1}, r"gpu_model: an empty pattern matches no GPU \(leave it out"),
+    ({"gpu_model": ["A100", ""], "gpus": 1}, "gpu_model: an empty pattern"),
+    ({"gpu_model": ["A100"] * 33, "gpus": 1}, "gpu_model: more than 32 patterns"),
+    ({"gpu_model": "x" * 129, "gpus": 1}, "gpu_model: .* more than 128 characters"),
     ({"accelerator": "gpu"}, "accelerator: 'gpu' .*cuda"),
     ({"accelerator": "cuda"}, r"accelerator cuda is asked for, but gpus is 0 \(add gpus=1\)"),
     ({"vendor": 5, "gpus": 1}, "vendor: 5 is not text"),
@@ -110,6 +115,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"env": {"GPULAYER_X": "80"}}, "env: GPULAYER_X is reserved"),
     ({"labels": "zone=a"}, "labels: 'zone=a' is not a dict"),
     ({"workdir": 5}, "workdir: 5 is not a path"),
+    ({"workdir": ""}, r"workdir: it is empty \(leave it out for a sandbox\)"),
     ({"port": 8080}, "port: 8080 is not True or False .*picks a free port"),
     ({"restart": "sometimes"}, "restart: 'sometimes' .*always, on_failure, never"),
     ({"restart": None}, "restart: None"),
@@ -125,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"timeout_seconds": "60s"}, "timeout_seconds: '60s' is not a number of seconds .*timeout_seconds=90"),
     ({"start_timeout_seconds": -1}, "start_timeout_seconds: -1 s"),
     ({"stop_signal": "STOP"}, "stop_signal: 'STOP' .*TERM"),
-    ({"stop_signal": 15}, "stop_signal: 15 is not text"),
+    ({"stop_signal": 15}, r"stop_signal: 15 is not text \(write \"TERM\", or signal.SIGTERM\)"),
     ({"stop_grace_seconds": None}, "stop_grace_seconds: None is not a number of seconds"),
     ({"stop_grace_seconds": float("inf")}, "stop_grace_seconds: inf"),
 ]
@@ -197,6 +203,8 @@ def test_a_url_is_read_whole_or_refused() -> None:
         ({"url": 7450}, "url: 7450 is not text"),
         ({"url": Path("/run/gpulayer.sock")}, "url: .*unix:///path"),
         ({"url": "/run/gpulayer.sock"}, "unix:///path"),
+        ({"data_dir": 3}, "data_dir: 3 is not a path"),
+        ({"data_dir": b"/run"}, "data_dir: b'/run' is not a path"),
         ({"url": "http://127.0.0.1", "token": 5}, "token: .*gpl_"),
         ({"url": "http://127.0.0.1", "token": "two words"}, "token: .*gpl_"),
     ],
@@ -211,3 +219,35 @@ def test_no_daemon_is_unreachable_with_the_command_that_starts_one(tmp_path: Pat
     with pytest.raises(gl.Unreachable) as caught:
         gl.connect(data_dir=str(tmp_path)).status()
     assert caught.value.hint.startswith(f"start it with: gpulayer up --data-dir {tmp_path};")
+
+
+def test_the_async_client_is_a_module_of_the_package() -> None:
+    code = "import gpulayer as gl; a = gl.aio; import gpulayer.aio; from gpulayer.aio import connect, Client, Job"
+    code += "; assert a is gpulayer.aio and a.connect is connect"
+    subprocess.run([sys.executable, "-c", code], timeout=30, check=True)
+
+
+def test_a_client_may_be_used_as_a_block() -> None:
+    with gl.connect("http://127.0.0.1") as client:
+        assert client.url == "http://127.0.0.1:7450"
+
+
+@pytest.mark.parametrize("wrong", [-1, -0.5, float("nan"), "5"])
+def test_a_wait_that_is_no_time_is_refused(wrong: Any, tmp_path: Path) -> None:
+    job = gl.Job(gl.connect(data_dir=tmp_path), "j-1", "web")
+    for ask in (lambda: job.endpoints(wait=wrong), lambda: job.cancel(wait=wrong)):
+        with pytest.raises(gl.InvalidRequest, match="wait: "):
+            ask()
+    with pytest.raises(gl.InvalidRequest, match="timeout: "):
+        job.wait(timeout=wrong)
+
+
+def test_no_replica_to_be_restarted_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(gl.InvalidRequest, match="replicas: it is empty"):
+        gl.Job(gl.connect(data_dir=tmp_path), "j-1", "web").restart([])
+
+
+def test_whoever_waits_for_endpoints_of_a_batch_is_told_what_to_wait_for() -> None:
+    status = {"state": "succeeded", "kind": "batch", "name": "train", "reason": None, "replicas": []}
+    with pytest.raises(gl.JobEnded, match=r"job\.wait\(\)"):
+        UntilReady("train", 5).endpoints(status)

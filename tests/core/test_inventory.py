@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gpulayer.core.inventory import (
-    CONFIRM_SECONDS,
     GOOD_READINGS_NEEDED,
     PROCESSES_NAMED,
     DevicesRead,
@@ -27,7 +26,7 @@ from gpulayer.core.inventory import (
     SeenProcess,
     accelerators_of,
 )
-from gpulayer.model.inventory import DeviceProcess, DeviceReading, Reading, ReadingFailed
+from gpulayer.model.inventory import CONFIRM_SECONDS, DeviceProcess, DeviceReading, Reading, ReadingFailed
 from gpulayer.model.node import Accelerator, Capabilities
 from gpulayer.model.units import Instant
 from gpulayer.wire.codec import decode, encode

@@ -88,6 +88,41 @@ def test_decisions_are_numbered_and_listed() -> None:
         assert (DECISIONS / name).read_text().startswith(f"# {name[:4]} "), f"{name} begins with its number"
 
 
+def texts() -> list[Path]:
+    code = [path for path in files_of_the_repository() if path.suffix in {".py", ".c", ".toml"} or path.name == "run"]
+    return [*code, *documents()]
+
+
+def test_every_document_that_is_named_is_there() -> None:
+    """In code by its path, as in docs/operating.md. Sections have no numbers to point at."""
+    missing = []
+    for path in texts():
+        text = path.read_text()
+        for name, section in re.findall(r"(?<![\w*./-])([\w./-]+\.md)\b( §)?", text):
+            is_there = (ROOT / name).is_file() or (path.suffix == ".md" and (path.parent / name).is_file())
+            # A path that is put together (`ROOT / "docs" / "cli.md"`) is opened by whoever does so.
+            if section or not (is_there or f'/ "{name}"' in text):
+                missing.append(f"{path.relative_to(ROOT)}: {name}{section}")
+    assert not missing
+
+
+def test_no_sentence_leans_on_a_number_that_is_explained_nowhere() -> None:
+    """The promises P1, P2, … are explained in docs/architecture.md. Cases of a list elsewhere are told in words."""
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    promises = set(re.findall(r"^- \*\*(P\d+)\*\* ", architecture, re.MULTILINE))
+    unknown = []
+    for path in texts():
+        named = re.findall(r"\b(?:T\d\d+|P\d\d?)\b", path.read_text())
+        unknown += [f"{path.relative_to(ROOT)}: {name}" for name in named if name not in promises]
+    assert promises
+    assert not unknown
+
+
+def test_words_of_the_glossary_are_in_alphabetical_order_and_once_each() -> None:
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert words == sorted(set(words), key=lambda word: word.lower().replace("-", ""))
+
+
 def test_the_top_level_holds_only_what_belongs_there() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in files_of_the_repository()} <= TOP_LEVEL
 

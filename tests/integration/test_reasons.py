@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.nvml import FakeNvml
+from tests.integration.conftest import DaemonMaker
 from tests.integration.daemon import Daemon, wait_for
+from tests.integration.gpus import held, ready
 from tests.integration.programs import serve, sh
 
 
@@ -105,3 +108,33 @@ def test_status_shows_what_waits_and_why(daemon: Daemon) -> None:
     assert shown.returncode == 0
     assert "big" in shown.stdout
     assert "H100" in shown.stdout
+
+
+def test_a_gpu_that_fails_under_a_service_is_told_with_the_way_to_another_one(
+    make_daemon: DaemonMaker, tmp_path: Path
+) -> None:
+    """The replica was ready, its status was silent, and its program hung."""
+    nvml = FakeNvml(tmp_path, gpus=2)
+    daemon = make_daemon(env=nvml.env()).start()
+    job = ready(daemon, gpus=1, name="serve")
+    bad = held(daemon, job)
+    nvml.ecc_errors(nvml.uuids.index(bad), 3)
+    warning = daemon.wait_replica(job, lambda replica: replica["warning"])["warning"]
+    assert warning["code"] == "device_unhealthy"
+    assert warning["text"].startswith(f"GPU {nvml.uuids.index(bad)} ({bad[:12]}), which it holds, is unhealthy: ")
+    assert daemon.job(job)["state"] == "running"
+    assert warning["text"] in daemon.cli("job", "status", job).stdout
+
+    assert "gpulayer job restart serve" in warning["hint"]
+    assert daemon.cli("job", "restart", "serve").returncode == 0
+    moved = daemon.wait_replica(
+        job, lambda replica: replica["attempt"] == 2 and replica["state"] == "ready", seconds=60
+    )
+    assert moved["warning"] is None
+    assert held(daemon, job) != bad
+
+    second = daemon.submit(serve(), gpus=2, name="second")
+    reason = daemon.wait_job(second, lambda status: status["reason"])["reason"]
+    assert "0 of 2 GPUs free" in reason["text"]
+    assert f"GPU {nvml.uuids.index(bad)} ({bad[:12]}) unhealthy: " in reason["text"]
+    assert "gpulayer resources detect" in reason["hint"]

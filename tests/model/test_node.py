@@ -34,6 +34,19 @@ def test_a_device_that_contradicts_itself_is_refused_with_a_hint(wrong: dict[str
 
 
 @pytest.mark.parametrize(
+    ("told", "label"),
+    [
+        ({"uuid": "GPU-ecdd1234-5678-90ab-cdef-1234567890ab", "index": 0}, "GPU 0 (GPU-ecdd1234)"),
+        ({"uuid": "MIG-ecdd1234-5678-90ab-cdef-1234567890ab", "index": 3}, "GPU 3 (MIG-ecdd1234)"),
+        ({"uuid": "n-1-declared-a"}, "n-1-declared-a"),
+        ({"uuid": "n-1-declared-a", "index": 1}, "GPU 1 (n-1-declared-a)"),
+    ],
+)
+def test_a_device_is_called_by_its_number_and_the_beginning_of_its_uuid(told: dict[str, Any], label: str) -> None:
+    assert device(**told).label == label
+
+
+@pytest.mark.parametrize(
     ("told", "usable"),
     [
         ({}, 1000),

@@ -98,6 +98,13 @@ def test_sizes_are_read_as_mebibytes(text: str, mib: int) -> None:
     assert units.parse_size(text) == mib
 
 
+@given(st.integers(0, units.MIB_MAX))
+def test_a_size_is_never_shown_as_more_than_it_is(mib: int) -> None:
+    """24564 MiB were shown as 24.0GiB, which was then refused."""
+    shown = units.parse_size(units.format_size(mib))
+    assert mib - 103 <= shown <= mib
+
+
 @pytest.mark.parametrize("text", ["", "24", "-1GiB", "GiB", "1PiB", "9999999999TiB", "9" * 400 + "GiB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InvalidRequest, match="24GiB"):

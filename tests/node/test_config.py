@@ -39,7 +39,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ('labels = {zone = "a\\u0007"}', "zone"),
         ("[resources]\nmemory = '12'", "not a size"),
         ("[resources]\ncpus = -1", "cpus"),
-        ("accelerators = 3", "array of tables"),
+        ("accelerators = 3", "[[accelerators]]"),
         ("name = 'UPPER'", "not a name"),
         ("x = ", "not TOML"),
         ("log_format = 'xml'", "log_format"),

@@ -975,3 +975,15 @@ def test_both_sides_have_the_same_bounds() -> None:
     """The child imports nothing of gpulayer, so they stand in both files."""
     assert nvml.ANSWER_BYTES_MAX == nvml_child.ANSWER_BYTES_MAX
     assert nvml.UUID == nvml_child._UUID
+
+
+def test_the_modules_of_the_user_are_not_the_childs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pynvml.py in PYTHONPATH made a host with two GPUs one without."""
+    nvml = FakeNvml(tmp_path)
+    (tmp_path / "pynvml.py").write_text("raise SystemExit(3)")
+    for name, value in nvml.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reading = read_once()
+    assert isinstance(reading, Reading), reading
+    assert len(reading.devices) == 2

@@ -343,7 +343,7 @@ def test_the_longest_message_still_fits_into_the_exit_note(attempt: Any) -> None
 
 @pytest.mark.parametrize("removed", ["runs", "logs"])
 def test_a_directory_that_was_removed_by_hand_is_made_again_for_the_next_run(attempt: Any, removed: str) -> None:
-    """T32: without `runs` no later run could be marked, without `logs` nothing that it wrote was kept."""
+    """Without `runs` no later run could be marked, without `logs` nothing that it wrote was kept."""
     attempt.shell("exit 0")
     attempt.client.wait_for("gone")
     attempt.client.events.clear()

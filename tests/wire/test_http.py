@@ -43,7 +43,7 @@ def requirements(draw: st.DrawFn) -> Requirements:
         if gpus_milli
         else draw(st.sampled_from([None, "cpu"])),
         gpus_milli=gpus_milli,
-        gpu_models=tuple(draw(st.lists(text, max_size=2))) if gpus_milli else (),
+        gpu_models=tuple(draw(st.lists(text.filter(bool), max_size=2))) if gpus_milli else (),
         gpu_memory_mib=draw(st.integers(0, 2**40)) if gpus_milli else 0,
         vendor=draw(st.none() | text.filter(bool)) if gpus_milli else None,
         cpus_milli=draw(st.integers(0, 100_000_000)),

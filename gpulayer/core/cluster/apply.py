@@ -36,7 +36,7 @@ from gpulayer.model.ids import NAME_PATTERN, JobId, NodeId, ReplicaId
 from gpulayer.model.job import Requirements
 from gpulayer.model.node import Accelerator, Capabilities, Node, excluded_by
 from gpulayer.model.replica import Assignment, Outcome, Reason
-from gpulayer.model.units import MILLI, format_duration, format_gpus
+from gpulayer.model.units import MILLI, format_duration, format_gpus, format_size
 
 # Event.seq is index * 1000 + k: the feed stays ordered by one number, and an entry has room for this many events.
 EVENTS_PER_ENTRY_MAX = 1000
@@ -190,9 +190,7 @@ def _what_changed(old: Node, new: Node) -> str:
         changes.append(f"it is reached at {new.advertise}, was {old.advertise}")
     changes += _what_changed_in_devices(old.capabilities, new.capabilities)
     if not changes:
-        is_in_devices = old.capabilities.accelerators != new.capabilities.accelerators
-        what = "facts of its accelerators" if is_in_devices else "its CPUs, memory, labels or drivers"
-        changes.append(f"{what} are others")
+        changes.append("its CPUs, memory, labels or drivers are others")
     return f"node {new.name} changed: " + "; ".join(changes)
 
 
@@ -207,16 +205,51 @@ def _what_changed_in_devices(old: Capabilities, new: Capabilities) -> list[str]:
         told.append(f"it has {_count(len(after), 'accelerator')}, had {len(before)}")
     for uuid, device in sorted(after.items()):
         was = before.get(uuid)
-        name = f"{uuid} ({device.model})" if device.model else uuid
+        name = _called(device)
         if device.unhealthy != (was.unhealthy if was is not None else ""):
             told.append(f"{name} is unhealthy: {device.unhealthy}" if device.unhealthy else f"{name} is well again")
         if device.foreign != (was.foreign if was is not None else ""):
             told.append(
                 f"{name} is used by others: {device.foreign}" if device.foreign else f"{name} is free of others"
             )
+    if not told and old.accelerators != new.accelerators:
+        facts = {uuid: _what_changed_in_facts(before[uuid], device) for uuid, device in sorted(after.items())}
+        told = [f"{_called(after[uuid])} has {text}" for uuid, text in facts.items() if text]
+        told = told or ["facts of its accelerators are others"]
     if len(told) > DEVICES_TOLD_MAX:
         told = [*told[:DEVICES_TOLD_MAX], f"and {len(told) - DEVICES_TOLD_MAX} more"]
     return told
+
+
+def _called(device: Accelerator) -> str:
+    """`GPU-ecdd… (GPU 0, A100)`: the whole UUID, as a log is searched for it."""
+    number = f"GPU {device.index}" if device.index is not None else ""
+    known_as = ", ".join(word for word in (number, device.model) if word)
+    return f"{device.uuid} ({known_as})" if known_as else device.uuid
+
+
+def _what_changed_in_facts(was: Accelerator, now: Accelerator) -> str:
+    """`memory 40GiB, was 80GiB`. Health and who uses it are told otherwise."""
+    pairs = [
+        ("kind", was.kind, now.kind),
+        ("vendor", was.vendor, now.vendor),
+        ("model", was.model, now.model),
+        ("memory", format_size(was.memory_mib), format_size(now.memory_mib)),
+        ("source", was.source, now.source),
+        ("number", was.index, now.index),
+        ("compute capability", was.compute_capability, now.compute_capability),
+        ("PCI address", was.pci_bus_id, now.pci_bus_id),
+        ("NUMA node", was.numa_node, now.numa_node),
+        ("NVLink to", ", ".join(was.nvlink_peers), ", ".join(now.nvlink_peers)),
+        ("parent", was.parent, now.parent),
+        ("used by others", format_gpus(was.foreign_milli), format_gpus(now.foreign_milli)),
+    ]
+    none = (None, "")
+    return ", ".join(
+        f"{what} {'none' if after in none else after}, was {'none' if before in none else before}"
+        for what, before, after in pairs
+        if before != after
+    )
 
 
 def _detection(capabilities: Capabilities) -> str:
@@ -594,7 +627,7 @@ def _overall(job: Job) -> Outcome:
 
 
 def _ended_again(state: ClusterState, job: Job, replica: Replica, command: ReplicaEnded) -> Applied:
-    """A report that was repeated. The first outcome stays (lifecycle.md §3.4), but that nothing is left is news, and
+    """A report that was repeated. The first outcome stays, but that nothing is left is news, and
     losing it would hold the devices for ever."""
     accepted = Applied(state=state, result=Accepted(job=job.id, name=job.name))
     if command.attempt != replica.attempts:

@@ -115,7 +115,7 @@ class ReplicaRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetJobs:
-    """Ended jobs and old idempotency answers that are past their keeping time (lifecycle.md §9)."""
+    """Ended jobs and old idempotency answers that are past their keeping time."""
 
     jobs: tuple[JobId, ...] = ()
     answers: tuple[str, ...] = ()

@@ -12,8 +12,8 @@ from gpulayer.model.replica import Reason
 
 HINTS: dict[str, str] = {
     "queued": "wait: it is placed within moments",
-    "no_capacity": "wait until something ends, ask for less, or add a node; `gpulayer job explain JOB` has every node",
-    "never_fits": "ask for what there is, or add a node that has it; `gpulayer job explain JOB` has every node",
+    "no_capacity": "wait until something ends, or ask for less; `gpulayer job explain JOB` has every node",
+    "never_fits": "ask for what there is; `gpulayer job explain JOB` has every node",
     "starting": "wait, or see what it does with `gpulayer job logs JOB`",
     "bad_command": "the program must be there and executable on the node; a name without / is looked up in the PATH of "
     "the job, which is the daemon's unless --env PATH=… gives another",
@@ -34,6 +34,8 @@ HINTS: dict[str, str] = {
     "unkillable": "a process hangs in the kernel (state D): see `dmesg`; often only a restart of the host ends it",
     "devices_not_clear": "wait: the driver gives a device back in its own time, and after 30 s it is marked unhealthy",
     "device_unavailable": "it waits for its turn again; `gpulayer status` shows who holds what",
+    "device_unhealthy": "if it does not go on, cancel it and submit it again: it gets another GPU; "
+    "`gpulayer resources detect` on its node says what to do about this one",
     "cancelled": "submit it again if it is still wanted",
     "replica_ended": "see the replica that ended first; --on-replica-end keep would have left the others running",
     "restart_requested": "nothing: a new run starts by itself",

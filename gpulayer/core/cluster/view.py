@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from gpulayer.core.cluster.hints import with_hint
 from gpulayer.model.cluster import Job, Replica
 from gpulayer.model.ids import AttemptId, JobId, NodeId
+from gpulayer.model.inventory import CONFIRM_SECONDS
 from gpulayer.model.job import JobSpec
+from gpulayer.model.node import Node
 from gpulayer.model.replica import DeviceShare, Endpoint, Exit, Outcome, Reason, ReplicaState, ReplicaStatus
 from gpulayer.model.units import format_duration
 
@@ -84,11 +87,13 @@ def job_view(
     waiting_reasons: WaitingReasons,
     *,
     node_names: Mapping[NodeId, str],
+    nodes: Mapping[NodeId, Node] = MappingProxyType({}),
     now_utc: float,
 ) -> JobView:
-    """`node_names` may lack nodes (their id is shown); `waiting_reasons` may lack replicas (they are queued)."""
+    """`node_names` may lack nodes (their id is shown); `waiting_reasons` may lack replicas (they are queued); `nodes`
+    are as they are seen now."""
     replicas = tuple(
-        _replica_view(job, replica, statuses, waiting_reasons, node_names, now_utc) for replica in job.replicas
+        _replica_view(job, replica, statuses, waiting_reasons, node_names, nodes, now_utc) for replica in job.replicas
     )
     state = _job_state(job, replicas)
     reason = _job_reason(job, state, replicas)
@@ -115,6 +120,7 @@ def _replica_view(
     statuses: Mapping[AttemptId, ReplicaStatus],
     waiting_reasons: WaitingReasons,
     node_names: Mapping[NodeId, str],
+    nodes: Mapping[NodeId, Node],
     now_utc: float,
 ) -> ReplicaView:
     assignment = replica.assignment
@@ -146,6 +152,8 @@ def _replica_view(
         # What its node said last may be older than the order to stop.
         said = status.reason if status is not None and status.state == "stopping" else None
         view = replace(view, state="stopping", reason=said or assignment.withdrawn, endpoint=None)
+    elif replica.outcome is None and assignment is not None and assignment.node in nodes:
+        view = replace(view, warning=_unhealthy_device(job.spec, view, nodes[assignment.node]) or view.warning)
     view = replace(view, next=_next(job.spec, view, now_utc))
     return replace(
         view,
@@ -190,6 +198,25 @@ def _ended(view: ReplicaView, spec: JobSpec, replica: Replica, status: ReplicaSt
     # Its end is known, but a process of it is left, or was when its node last said something: it still holds its place.
     said = status.reason if status is not None and status.reason is not None else outcome.reason
     return replace(ended, state="stopping", reason=said, pid=view.pid)
+
+
+def _unhealthy_device(spec: JobSpec, view: ReplicaView, node: Node) -> Reason | None:
+    """The warning that what it runs on has failed. That is no reason to end it: it may not have noticed."""
+    held = {share.uuid for share in view.devices}
+    unwell = [device for device in node.capabilities.accelerators if device.uuid in held and device.unhealthy]
+    if not unwell:
+        return None
+    first, more = unwell[0], len(unwell) - 1
+    others = f" (and {more} more of its GPUs {'is' if more == 1 else 'are'})" if more else ""
+    if spec.kind == "service":
+        remedy = "`gpulayer job restart JOB` moves it to another GPU, as soon as one is free"
+    else:
+        remedy = "if it does not go on, cancel it and submit it again: it gets another GPU"
+    return Reason(
+        code="device_unhealthy",
+        text=f"{first.label}, which it holds, is unhealthy{others}: {first.unhealthy}",
+        hint=f"{remedy}; `gpulayer resources detect` on {node.name} says what to do about this one",
+    )
 
 
 def _started_at_utc(exit: Exit | None) -> float | None:
@@ -242,7 +269,7 @@ def _reason_of_exit(exit: Exit) -> Reason:
 def _next(spec: JobSpec, view: ReplicaView, now_utc: float) -> str:
     match view.state:
         case "waiting" if view.reason is not None and view.reason.code == "never_fits":
-            return "starts when a node joins that has what it needs"
+            return "starts when a node has what it needs"
         case "waiting":
             return "starts as soon as there is room"
         case "assigned":
@@ -261,6 +288,8 @@ def _next(spec: JobSpec, view: ReplicaView, now_utc: float) -> str:
             return f"restarts in {math.ceil(view.next_start_at_utc - now_utc)} s"
         case "backing_off":
             return "restarts now"
+        case "stopping" if view.reason is not None and view.reason.code == "devices_not_clear":
+            return f"goes on when its GPUs are confirmed free, after {format_duration(CONFIRM_SECONDS)} at most"
         case "stopping":
             return (
                 f"killed when it has not ended {format_duration(spec.stop_grace_seconds)} after SIG{spec.stop_signal}"

@@ -17,6 +17,7 @@ from gpulayer.core.placement.refusal import (
     NoAccelerators,
     NoShareFree,
     NotEnoughGpusFree,
+    NotFree,
     Refusal,
     TooFewCpus,
     TooLittleGpuMemory,
@@ -175,14 +176,15 @@ def _matching(needs: Requirements, node: Node) -> list[Accelerator] | Refusal:
     if not devices:
         has = node.capabilities
         why = has.undetected if has.gpu_detect == "error" else ()
-        return NoAccelerators(node=node.name, needed_milli=needs.gpus_milli, undetected=why)
+        return NoAccelerators(node=node.name, needed_milli=needs.gpus_milli, undetected=why, excluded=has.gpus_excluded)
     if needs.accelerator is not None:
         there = counted(device.kind for device in devices)
         devices = [device for device in devices if device.kind == needs.accelerator]
         if not devices:
             return WrongAcceleratorKind(node=node.name, needed=needs.accelerator, there=there)
     if needs.vendor is not None:
-        there = counted(device.vendor for device in devices)
+        vendors = Counter(device.vendor for device in devices)
+        there = tuple(f"{vendor}'s ({number})" for vendor, number in sorted(vendors.items()))
         devices = [device for device in devices if device.vendor.casefold() == needs.vendor.casefold()]
         if not devices:
             return WrongVendor(node=node.name, needed=needs.vendor, there=there)
@@ -195,7 +197,7 @@ def _matching(needs: Requirements, node: Node) -> list[Accelerator] | Refusal:
     if needs.gpu_memory_mib:
         share_milli = min(needs.gpus_milli, MILLI)
         largest = max(device.memory_mib for device in devices)
-        # A share tests share x total (lifecycle.md §2.4), in integers.
+        # A share tests share x total, in integers.
         devices = [d for d in devices if d.memory_mib * share_milli >= needs.gpu_memory_mib * MILLI]
         if not devices:
             return TooLittleGpuMemory(
@@ -214,39 +216,44 @@ def _of_one_kind(
     number = needs.gpus_milli // MILLI if whole else 1
     milli = MILLI if whole else needs.gpus_milli
     healthy = [device for device in devices if not device.unhealthy]
-    if len(healthy) < number <= len(devices):
-        return UnhealthyDevices(
-            node=node.name,
-            needed_milli=needs.gpus_milli,
-            healthy=len(healthy),
-            all=len(devices),
-            why=tuple(f"{device.uuid}: {device.unhealthy}" for device in _by_uuid(devices) if device.unhealthy),
-        )
     # By what is free, so a shared GPU is never given whole and a whole one never shared.
     undivided = [device for device in healthy if _is_undivided(device, node, free)]
-    open_devices = [device for device in undivided if free.gpu_milli.get(device.uuid, 0) >= milli]
-    if number > 1:
-        open_devices = _side_by_side(open_devices)
+    with_room = [device for device in undivided if free.gpu_milli.get(device.uuid, 0) >= milli]
+    open_devices = _side_by_side(with_room) if number > 1 else with_room
     if len(open_devices) >= number:
         chosen = _smallest(open_devices, number) if whole else [_fullest(open_devices, free)]
         return tuple(DeviceShare(uuid=device.uuid, milli=milli) for device in chosen)
     would_be_open = [
         device
         for device in undivided
-        if device.foreign and device not in open_devices and _without_others(device, free) >= milli
+        if device.foreign and device not in with_room and _without_others(device, free) >= milli
     ]
+    others = NotFree(
+        in_use=_told_together((device, f"in use: {device.foreign}") for device in would_be_open),
+        unhealthy=_told_together((device, f"unhealthy: {device.unhealthy}") for device in devices if device.unhealthy),
+        held=len(healthy) - len(with_room) - len(would_be_open),
+    )
+    if len(healthy) < number <= len(devices):
+        return UnhealthyDevices(
+            node=node.name, needed_milli=needs.gpus_milli, free=len(open_devices), all=len(devices), others=others
+        )
     if len(open_devices) + len(would_be_open) >= number:
         return DevicesInUse(
-            node=node.name,
-            needed_milli=needs.gpus_milli,
-            free=len(open_devices),
-            all=len(devices),
-            why=tuple(f"{device.uuid}: {device.foreign}" for device in _by_uuid(would_be_open)),
+            node=node.name, needed_milli=needs.gpus_milli, free=len(open_devices), all=len(devices), others=others
         )
     if whole:
-        return NotEnoughGpusFree(node=node.name, needed=number, free=len(open_devices), all=len(devices))
+        return NotEnoughGpusFree(
+            node=node.name,
+            needed=number,
+            free=len(open_devices),
+            all=len(devices),
+            others=others,
+            excluded=node.capabilities.gpus_excluded if number > len(devices) else 0,
+        )
     largest = max((free.gpu_milli.get(device.uuid, 0) for device in undivided), default=0)
-    return NoShareFree(node=node.name, needed_milli=milli, largest_free_milli=max(0, largest), all=len(devices))
+    return NoShareFree(
+        node=node.name, needed_milli=milli, largest_free_milli=max(0, largest), all=len(devices), others=others
+    )
 
 
 def _is_undivided(device: Accelerator, node: Node, free: Free) -> bool:
@@ -289,8 +296,12 @@ def _fullest(devices: Sequence[Accelerator], free: Free) -> Accelerator:
     return min(devices, key=lambda device: (free.gpu_milli[device.uuid], device.memory_mib, device.uuid))
 
 
-def _by_uuid(devices: Iterable[Accelerator]) -> list[Accelerator]:
-    return sorted(devices, key=lambda device: device.uuid)
+def _told_together(told: Iterable[tuple[Accelerator, str]]) -> tuple[str, ...]:
+    """What is the same of several is said once: `GPU 0 (GPU-ecdd1234) unhealthy: hot`, `2 unhealthy: hot`."""
+    labels: dict[str, list[str]] = {}
+    for device, text in sorted(told, key=lambda each: (each[0].index is None, each[0].index or 0, each[0].uuid)):
+        labels.setdefault(text, []).append(device.label)
+    return tuple(f"{named[0] if len(named) == 1 else len(named)} {text}" for text, named in labels.items())
 
 
 def _score(devices: tuple[DeviceShare, ...], node: Node, free: Free) -> Score:

@@ -61,6 +61,7 @@ class NoAccelerators:
     node: str
     needed_milli: int
     undetected: tuple[str, ...] = ()
+    excluded: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,36 +96,48 @@ class TooLittleGpuMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotFree:
+    """What keeps the GPUs that match and are not free, in words; equal ones together."""
+
+    in_use: tuple[str, ...] = ()
+    """By others: processes that gpulayer did not start, another daemon of the host, a local run."""
+    unhealthy: tuple[str, ...] = ()
+    held: int = 0
+    """By replicas of this cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnhealthyDevices:
     """Enough GPUs that match, but too few that are well."""
 
     node: str
     needed_milli: int
-    healthy: int
+    free: int
     all: int
-    why: tuple[str, ...]
+    others: NotFree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesInUse:
-    """Enough GPUs that match and are well, but others hold some: processes that gpulayer did not start, another
-    daemon of the host, a local run. `free` and `all` count those that match."""
+    """Enough GPUs that match and are well, but others hold some. `free` and `all` count those that match."""
 
     node: str
     needed_milli: int
     free: int
     all: int
-    why: tuple[str, ...]
+    others: NotFree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotEnoughGpusFree:
-    """Whole GPUs: `free` and `all` count those that match."""
+    """Whole GPUs: `free` and `all` count those that match; `excluded` are more that the configuration takes out."""
 
     node: str
     needed: int
     free: int
     all: int
+    others: NotFree = NotFree()
+    excluded: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +146,7 @@ class NoShareFree:
     needed_milli: int
     largest_free_milli: int
     all: int
+    others: NotFree = NotFree()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,47 +230,73 @@ def _sentence(refusal: Refusal, where: str) -> str:
             return f"label {key}={needed} is not on {where}"
         case MissingLabel(key=key, needed=needed, there=there):
             return f"label {key} is {there} on {where}, {needed} needed"
-        case NoAccelerators(needed_milli=needed, undetected=()):
-            return f"no GPU on {where}, {format_gpus(needed)} needed"
+        case NoAccelerators(needed_milli=needed, undetected=(), excluded=excluded):
+            return f"no GPU on {where}{_excluded(excluded)}, {format_gpus(needed)} needed"
         case NoAccelerators(needed_milli=needed, undetected=why):
             return f"no GPU was detected on {where} ({_listed(why)}), {format_gpus(needed)} needed"
         case WrongAcceleratorKind(needed=needed, there=kinds):
             return f"GPUs on {where} are {_listed(kinds)}, {needed} needed"
         case WrongVendor(needed=needed, there=vendors):
-            return f"GPUs on {where} are from {_listed(vendors)}, {needed} needed"
+            return f"GPUs on {where} are {_listed(vendors)}, {needed} needed"
         case WrongModel(needed=patterns, there=models):
             return (
                 f"GPUs on {where} are {_listed(models)}, {' or '.join(each or repr(each) for each in patterns)} needed"
             )
-        case TooLittleGpuMemory(needed_mib=needed, largest_mib=largest, needed_milli=milli) if milli < MILLI:
-            share = format_gpus(milli)
-            return f"{share} of the largest GPU on {where} has {format_size(largest)}, {format_size(needed)} needed"
-        case TooLittleGpuMemory(needed_mib=needed, largest_mib=largest):
-            return f"largest GPU on {where} has {format_size(largest)}, {format_size(needed)} needed"
-        case UnhealthyDevices(healthy=healthy, all=all_gpus, why=why):
-            return f"{healthy} of {_gpus(all_gpus)} healthy on {where} ({_listed(why)})"
-        case DevicesInUse(free=free, all=all_gpus, why=why):
-            return f"{free} of {_gpus(all_gpus)} free on {where}, others are in use ({_listed(why)})"
-        case NotEnoughGpusFree(needed=needed, all=all_gpus) if is_permanent(refusal):
-            return f"{all_gpus} such GPU{'' if all_gpus == 1 else 's'} on {where}, {needed} needed"
-        case NotEnoughGpusFree(needed=needed, free=free, all=all_gpus):
-            # What is needed goes without saying where none is free and one would do.
-            more = "" if needed == 1 else f", {needed} needed"
-            return f"{free} of {_gpus(all_gpus)} free on {where}{more}"
-        case NoShareFree(needed_milli=needed, largest_free_milli=free, all=all_gpus):
-            most = f"at most {format_gpus(free)} of one GPU" if free else f"0 of {_gpus(all_gpus)}"
-            return f"{most} free on {where}, {format_gpus(needed)} needed"
+        case TooLittleGpuMemory(needed_mib=needed_mib, largest_mib=largest_mib, needed_milli=milli):
+            part = f"{format_gpus(milli)} of the " if milli < MILLI else ""
+            largest, needed = _told_apart(largest_mib, needed_mib)
+            return f"{part}largest GPU on {where} has {largest}, {needed} needed"
+        case UnhealthyDevices() | DevicesInUse():
+            return _too_few(where, refusal.free, refusal.all, refusal.needed_milli, refusal.others)
+        case NotEnoughGpusFree(needed=needed, all=all_gpus, excluded=excluded) if is_permanent(refusal):
+            such = f"{all_gpus} such GPU{'' if all_gpus == 1 else 's'}"
+            return f"{such} on {where}{_excluded(excluded, ' more')}, {needed} needed"
+        case NotEnoughGpusFree(needed=needed, free=free, all=all_gpus, others=others):
+            return _too_few(where, free, all_gpus, needed * MILLI, others)
+        case NoShareFree(needed_milli=needed, largest_free_milli=0, all=all_gpus, others=others):
+            return _too_few(where, 0, all_gpus, needed, others)
+        case NoShareFree(needed_milli=needed, largest_free_milli=free, others=others):
+            most = f"at most {format_gpus(free)} of one GPU"
+            return f"{most} free on {where}, {format_gpus(needed)} needed{_whose(others)}"
         case TooFewCpus(needed_milli=needed, all_milli=all_milli) if is_permanent(refusal):
             return f"{_cpus(all_milli)} CPUs on {where}, {_cpus(needed)} needed"
         case TooFewCpus(needed_milli=needed, free_milli=free, all_milli=all_milli):
             return f"{_cpus(free)} of {_cpus(all_milli)} CPUs free on {where}, {_cpus(needed)} needed"
-        case TooLittleMemory(needed_mib=needed, all_mib=all_mib) if is_permanent(refusal):
-            return f"{format_size(all_mib)} memory on {where}, {format_size(needed)} needed"
-        case TooLittleMemory(needed_mib=needed, free_mib=free, all_mib=all_mib):
-            amounts = f"{format_size(max(0, free))} of {format_size(all_mib)}"
-            return f"{amounts} memory free on {where}, {format_size(needed)} needed"
+        case TooLittleMemory(needed_mib=needed_mib, all_mib=all_mib) if is_permanent(refusal):
+            there, needed = _told_apart(all_mib, needed_mib)
+            return f"{there} memory on {where}, {needed} needed"
+        case TooLittleMemory(needed_mib=needed_mib, free_mib=free_mib, all_mib=all_mib):
+            there, needed = _told_apart(max(0, free_mib), needed_mib)
+            return f"{there} of {format_size(all_mib)} memory free on {where}, {needed} needed"
         case _:
             assert_never(refusal)
+
+
+def _too_few(where: str, free: int, all_gpus: int, needed_milli: int, others: NotFree) -> str:
+    # What is needed goes without saying where one whole GPU would do.
+    more = "" if needed_milli == MILLI else f", {format_gpus(needed_milli)} needed"
+    return f"{free} of {_gpus(all_gpus)} free on {where}{more}{_whose(others)}"
+
+
+def _whose(others: NotFree) -> str:
+    """Nothing where all are held by replicas, as is the rule."""
+    named = [*others.in_use, *others.unhealthy]
+    if not named:
+        return ""
+    told = named[:NAMES_SHOWN]
+    told += [f"{len(named) - NAMES_SHOWN} more"] if len(named) > NAMES_SHOWN else []
+    told += [f"{others.held} held"] if others.held else []
+    return f" ({'; '.join(told)})"
+
+
+def _excluded(number: int, more: str = "") -> str:
+    return f" ({number}{more} {'is' if number == 1 else 'are'} excluded by the configuration)" if number else ""
+
+
+def _told_apart(there_mib: int, needed_mib: int) -> tuple[str, str]:
+    """Both sizes, to the MiB where they would look the same."""
+    there, needed = format_size(there_mib), format_size(needed_mib)
+    return (there, needed) if there != needed else (f"{there_mib}MiB", f"{needed_mib}MiB")
 
 
 def summary(refusals: Iterable[Refusal]) -> str:
@@ -282,36 +322,56 @@ def summary(refusals: Iterable[Refusal]) -> str:
 def waiting_reason(refusals: Iterable[Refusal]) -> Reason:
     """What a waiting replica says of itself: `never_fits` where only a person can help, else `no_capacity`."""
     refusals = tuple(refusals)
-    if refusals and all(map(is_permanent, refusals)):
+    may_pass = [refusal for refusal in refusals if not is_permanent(refusal)]
+    if refusals and not may_pass:
         return Reason(code="never_fits", text=summary(refusals), hint=_what_there_is(refusals))
     if not refusals:
         hint = "it is placed as soon as a node has joined"
     elif any(isinstance(refusal, NoAccelerators) and refusal.undetected for refusal in refusals):
         hint = "see `gpulayer resources detect` on that node; it starts by itself when its driver answers"
-    elif all(isinstance(refusal, SameJobAlreadyThere) or is_permanent(refusal) for refusal in refusals):
+    elif all(isinstance(refusal, SameJobAlreadyThere) for refusal in may_pass):
         hint = "add a node, or submit with --spread any so that replicas may share one"
+    elif all(isinstance(refusal, UnhealthyDevices) for refusal in may_pass):
+        hint = "its GPUs are not well; `gpulayer resources detect` on that node says what to do"
+    elif any(map(_is_for_others, may_pass)):
+        hint = (
+            "it starts by itself when those have ended; "
+            'foreign_processes = "allow" lets it share a GPU with programs that were not submitted'
+        )
     else:
         hint = "it starts by itself as soon as there is room; `gpulayer job explain JOB` has every node"
     return Reason(code="no_capacity", text=summary(refusals), hint=hint)
 
 
+def _is_for_others(refusal: Refusal) -> bool:
+    match refusal:
+        case DevicesInUse(others=others) | NotEnoughGpusFree(others=others) | NoShareFree(others=others):
+            return bool(others.in_use)
+        case _:
+            return False
+
+
 def _what_there_is(refusals: Iterable[Refusal]) -> str:
     """Over all nodes: what was meant, or what could be asked for instead."""
     refusals = tuple(refusals)
+    if all(isinstance(refusal, NoAccelerators) for refusal in refusals):
+        return "leave out --gpus; `gpulayer resources detect` on that node says why there is none"
     wrong_models = [refusal for refusal in refusals if isinstance(refusal, WrongModel)]
     too_small = [refusal for refusal in refusals if isinstance(refusal, TooLittleGpuMemory)]
-    otherwise = "or add a node that has it; `gpulayer job explain JOB` has every node"
+    otherwise = ", or add a node that has it; `gpulayer job explain JOB` has every node"
+    if len({refusal.node for refusal in refusals}) == 1:
+        otherwise = "; see `gpulayer resources`"
     if wrong_models:
         models = sorted({re.sub(r"^\d+ x ", "", model) for refusal in wrong_models for model in refusal.there})
         near = _nearest(wrong_models[0].needed, models)
         if near:
             return f"did you mean --gpu-model {shlex.quote(near)}? A pattern is compared with the whole name"
         more = f" and {len(models) - MODELS_SHOWN} more" if len(models) > MODELS_SHOWN else ""
-        return f"ask for one of {', '.join(models[:MODELS_SHOWN])}{more}, {otherwise}"
+        return f"ask for one of {', '.join(models[:MODELS_SHOWN])}{more}{otherwise}"
     if too_small:
         largest = max(too_small, key=lambda refusal: (refusal.largest_mib, refusal.node))
-        return f"ask for {format_size(largest.largest_mib)} at most, {otherwise}"
-    return f"ask for what there is, {otherwise}"
+        return f"ask for {format_size(largest.largest_mib)} at most{otherwise}"
+    return f"ask for what there is{otherwise}"
 
 
 def _nearest(patterns: Iterable[str], models: Sequence[str]) -> str:

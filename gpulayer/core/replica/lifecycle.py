@@ -59,7 +59,7 @@ from gpulayer.model.replica import Endpoint, Exit, Outcome, Reason, ReplicaState
 from gpulayer.model.units import NEVER, Instant
 
 # Without a port there is nothing to look at: what is still alive after a second has at least found its files and
-# libraries (lifecycle.md §4.6).
+# libraries.
 READY_WITHOUT_PORT_AFTER = 1.0
 
 # Enough for ten restarts with all that belongs to them; `job explain` shows it.
@@ -641,7 +641,7 @@ def _exited(life: Lifecycle, process: Process, exit: Exit, now: Instant) -> Step
     announce = _announce(life, kind, f"run {life.run}: {end.told}", **_exit_data(exit))
     if isinstance(phase, Stopping) and phase.cancelled:
         if life.spec.kind == "batch" and exit.ended_by in ("itself", "timeout"):
-            # It was faster than the stop: an attempt that ended keeps its outcome (lifecycle.md §3.4).
+            # It was faster than the stop: an attempt that ended keeps its outcome.
             return _after([announce], _follow(life, end, now))
         if process.tree_gone:
             return _after([announce], _cancelled(life, phase.reason, exit, gone=True))

@@ -44,6 +44,7 @@ class Line(NamedTuple):
     shell: str
     """`sh`, `bash`, …: it reads the script; empty where the program is started as it is."""
     is_interactive: bool
+    is_login: bool
     script: str
     steps: tuple[Step, ...]
 
@@ -56,14 +57,21 @@ def read(argv: Sequence[str]) -> Line:
     """`sh -c SCRIPT` (also behind `env`, `timeout 5` and the like) step by step; anything else as one step."""
     if sum(len(word) for word in argv[:_WORDS_MAX]) > _CHARACTERS_MAX:
         # The daemon reads every command that ends, and nobody typed this one.
-        return Line(shell="", is_interactive=False, script="", steps=())
+        return Line(shell="", is_interactive=False, is_login=False, script="", steps=())
     before, words = _unwrapped(argv[:_WORDS_MAX])
     shell = base_name(words[0]) if words and base_name(words[0]) in SHELLS else ""
     options, script = _options_and_script(words) if shell else ([], None)
     if script is None:
-        return Line(shell=shell, is_interactive=False, script="", steps=(Step(words=words, before=before, then=";"),))
-    is_interactive = any("i" in option for option in options if not option.startswith("--"))
-    return Line(shell=shell, is_interactive=is_interactive, script=script, steps=_steps(script))
+        steps = (Step(words=words, before=before, then=";"),)
+        return Line(shell=shell, is_interactive=False, is_login=False, script="", steps=steps)
+    letters = "".join(option for option in options if not option.startswith("--"))
+    return Line(
+        shell=shell,
+        is_interactive="i" in letters,
+        is_login="l" in letters or "--login" in options,
+        script=script,
+        steps=_steps(script),
+    )
 
 
 def base_name(path: str) -> str:

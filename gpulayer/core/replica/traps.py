@@ -83,8 +83,9 @@ _VARIABLE = r"\$\{?(PORT|HOST|HOME|PWD|USER|CUDA_VISIBLE_DEVICES|GPULAYER_[A-Z_]
 _PLAIN_WORD = r"[-\w./:=@,+{}$~%]*"
 _OPERATORS = frozenset(("&&", "||", "|", "&", "<", ">", ">>", "2>", "2>&1", "&>", "1>", ">/dev/null", "2>/dev/null"))
 # Their own words may look like a shell's, or are for a shell elsewhere.
-_WITH_OPERATORS = frozenset(("expr", "test", "[", "find", "ssh", "tmux", "jq"))
-_WITH_VARIABLES = frozenset(("envsubst", "ssh", "make"))
+_WITH_PATTERNS = frozenset(("grep", "egrep", "fgrep", "rg", "sed", "awk"))
+_WITH_OPERATORS = _WITH_PATTERNS | {"expr", "test", "[", "find", "ssh", "tmux", "jq"}
+_WITH_VARIABLES = _WITH_PATTERNS | {"envsubst", "ssh", "make"}
 _BUILTINS = frozenset(("cd", "source", ".", "export", "set", "unset", "alias", "ulimit", "umask", "eval", "trap"))
 _NO_SHELL = "no shell reads the command, so"
 
@@ -118,7 +119,9 @@ def _not_expanded(case: _Case) -> Trap | None:
         if variable is not None:
             return Trap(what=f"{_NO_SHELL} {program} gets {variable[0]} as it is written", instead=_in_a_shell(case))
         if word in _OPERATORS and program not in _WITH_OPERATORS:
-            return Trap(what=f"{_NO_SHELL} {program} gets {word} as an argument", instead=_in_a_shell(case))
+            # In a shell it would be the next trap.
+            instead = "leave it out" if word == "&" else _in_a_shell(case)
+            return Trap(what=f"{_NO_SHELL} {program} gets {word} as an argument", instead=instead)
         if word.startswith("~/") or "=~/" in word:
             return Trap(what=f"{_NO_SHELL} {program} gets the ~ of {word} as it is", instead="write the whole path")
     return None
@@ -158,20 +161,33 @@ _PREPARED = r"conda\.sh|\bshell\S{0,40} hook"
 
 
 def _conda_activate(case: _Case) -> Trap | None:
+    step = _activation(case)
+    if step is None:
+        return None
+    name = step.words[2] if len(step.words) > 2 else "NAME"
+    return Trap(
+        what=f"`{' '.join(step.words[:2])}` works only in a shell that `conda init` has prepared, and none is",
+        instead=f"name the environment's own program by its path (…/envs/{name}/bin/python), or write "
+        f"`conda run --no-capture-output -n {name} …`",
+    )
+
+
+def _conda_activate_at_submit(case: _Case) -> Trap | None:
+    """A login shell may be prepared by /etc/profile.d, and `source activate` finds its file in the PATH: both work on
+    many hosts."""
+    step = _activation(case)
+    is_open = case.line.is_login or (step is not None and step.program not in _CONDAS)
+    return None if is_open else _conda_activate(case)
+
+
+def _activation(case: _Case) -> Step | None:
     script = case.line.script
     if "activate" not in script or case.line.is_interactive or re.search(_PREPARED, script):
         return None
-    for step in case.line.steps:
-        by_hook = step.program in _CONDAS and step.words[1:2] == ("activate",)
-        by_script = step.program in ("source", ".") and step.words[1:2] == ("activate",)
-        if by_hook or by_script:
-            name = step.words[2] if len(step.words) > 2 else "NAME"
-            return Trap(
-                what=f"`{' '.join(step.words[:2])}` works only in a shell that `conda init` has prepared, and none is",
-                instead=f"name the environment's own program by its path (…/envs/{name}/bin/python), or write "
-                f"`conda run --no-capture-output -n {name} …`",
-            )
-    return None
+    activators = _CONDAS | {"source", "."}
+    return next(
+        (step for step in case.line.steps if step.program in activators and step.words[1:2] == ("activate",)), None
+    )
 
 
 def _conda_run(case: _Case) -> Trap | None:
@@ -231,6 +247,8 @@ class _Leaves(NamedTuple):
     instead: str
     leaves: str = ""
     stays: str = r"(?!)"
+    may_stay: str = r"(?!)"
+    """An option whose file may say that it stays. Doubted only when its run has ended."""
 
 
 # Options of `docker run` whose value is known to follow, or that have none: a -d behind the image is not its own.
@@ -238,31 +256,50 @@ _OPTIONS = (
     r"(?:(?:--rm|--init|-i|-t|-it|-ti|--privileged|--\w[\w-]*=\S+|"
     r"--(?:name|gpus|network|ipc|shm-size|restart|env|volume|publish) \S+|-[epvwu] \S+) )*"
 )
+_DETACHED = r"(?:-[it]*d[dit]*|--detach(?:=true)?)(?!\S)"
 _LEAVE: tuple[_Leaves, ...] = (
     _Leaves(
         programs="docker podman",
-        leaves=rf"run {_OPTIONS}(?:-[it]*d[dit]*|--detach)\b|compose up .*(?:-d|--detach)\b",
+        leaves=rf"run {_OPTIONS}{_DETACHED}|compose up (?:.* )?{_DETACHED}",
         instead="write it without -d, and with --rm",
     ),
-    _Leaves(programs="docker podman", leaves=r"start\b", stays=r"-a\b|--attach", instead="write `docker run --rm …`"),
+    _Leaves(
+        programs="docker podman",
+        leaves=r"start\b",
+        stays=r"-[ai]+\b|--attach|--interactive",
+        instead="write `docker run --rm …`",
+    ),
     _Leaves(
         programs="systemctl service", leaves=r".*\b(?:re)?start\b", instead="write the program that the unit starts"
     ),
     _Leaves(programs="systemd-run", stays=r"--(?:scope|wait|pipe|pty)|-[Pt]\b", instead="write the program alone"),
     _Leaves(programs="setsid", stays=r"-w\b|--wait|-\w*w", instead="leave setsid out"),
     _Leaves(
-        programs="tmux", leaves=r"new\S* .*-d", instead="write the program alone; `gpulayer job logs` has its output"
+        programs="tmux",
+        leaves=r"new\S* (?:.* )?-\w?d",
+        instead="write the program alone; `gpulayer job logs` has its output",
     ),
-    _Leaves(programs="screen", leaves=r".*-d", instead="write the program alone; `gpulayer job logs` has its output"),
-    _Leaves(programs="nginx", stays=r"daemon off|-[tTvVs]\b", instead="write nginx -g 'daemon off;'"),
+    _Leaves(
+        programs="screen",
+        leaves=r"(?:.* )?-d",
+        instead="write the program alone; `gpulayer job logs` has its output",
+    ),
+    _Leaves(
+        programs="nginx", stays=r"daemon off|-[tTvVs]\b", may_stay=r"-[cp]\b", instead="write nginx -g 'daemon off;'"
+    ),
     _Leaves(
         programs="redis-server mongod",
         leaves=r".*(?:--daemonize yes|--fork\b)",
         instead="leave that out",
     ),
-    _Leaves(programs="gunicorn", leaves=r".*(?:-D\b|--daemon\b)", instead="leave that out"),
+    _Leaves(programs="gunicorn", leaves=r"(?:.* )?(?:-D|--daemon)(?!\S)", instead="leave that out"),
     _Leaves(programs="uwsgi start-stop-daemon", leaves=r".*(?:--daemonize|--background)", instead="leave that out"),
-    _Leaves(programs="supervisord", stays=r"-n\b|--nodaemon", instead="write supervisord -n"),
+    _Leaves(
+        programs="supervisord",
+        stays=r"-\w?n|--nodaemon",
+        may_stay=r"-c\b|--configuration",
+        instead="write supervisord -n",
+    ),
     _Leaves(programs="httpd apache2", stays=r"-D ?FOREGROUND|-[tvVlLS]\b", instead="write httpd -DFOREGROUND"),
     _Leaves(programs="apachectl apache2ctl", leaves=r"(?:re)?start\b", instead="write httpd -DFOREGROUND"),
     _Leaves(programs="ray", leaves=r"start\b", stays=r"--block", instead="add --block"),
@@ -272,21 +309,25 @@ _LEAVE: tuple[_Leaves, ...] = (
 _ENDS_WITH_IT = "and a run ends with its first process"
 
 
-def _leaves_by_its_words(case: _Case) -> Trap | None:
-    for step in case.line.steps:
-        arguments = " ".join(step.words[1:])
-        for row in _LEAVE:
-            if step.program not in row.programs.split():
-                continue
-            found = re.match(row.leaves, arguments)
-            if found is not None and not re.search(rf"(?:^|\s)(?:{row.stays})", arguments):
-                shown = f"{step.program} {found[0]}".rstrip()
-                return Trap(what=f"`{shown}` returns at once, {_ENDS_WITH_IT}", instead=row.instead)
+def _leaves_by_its_words(case: _Case, *, has_ended: bool = True) -> Trap | None:
+    """The last command of a line: what stands before it may well prepare something."""
+    step = _final(case.line)
+    if step is None:
+        return None
+    arguments = " ".join(step.words[1:])
+    for row in _LEAVE:
+        if step.program not in row.programs.split():
+            continue
+        stays = row.stays if has_ended else f"{row.stays}|{row.may_stay}"
+        found = re.match(row.leaves, arguments)
+        if found is not None and not re.search(rf"(?:^|\s)(?:{stays})", arguments):
+            shown = f"{step.program} {found[0]}".rstrip()
+            return Trap(what=f"`{shown}` returns at once, {_ENDS_WITH_IT}", instead=row.instead)
     return None
 
 
 def _service_leaves(case: _Case) -> Trap | None:
-    return _leaves_by_its_words(case) if case.is_service else None
+    return _leaves_by_its_words(case, has_ended=False) if case.is_service else None
 
 
 def _all_in_background(case: _Case) -> Trap | None:
@@ -335,8 +376,13 @@ def _in_background(case: _Case) -> Trap | None:
 
 
 def _last(line: Line) -> Step | None:
-    steps = [step for step in line.steps if step.words]
-    return steps[-1] if line.script and steps else None
+    """Of a shell's script."""
+    return _final(line) if line.script else None
+
+
+def _final(line: Line) -> Step | None:
+    """What a run waits for: the last command of a script, or the only one."""
+    return next((step for step in reversed(line.steps) if step.words), None)
 
 
 def _waits_for_ever(words: Sequence[str]) -> bool:
@@ -347,7 +393,9 @@ def _waits_for_ever(words: Sequence[str]) -> bool:
 
 
 def _ssh(case: _Case) -> Trap | None:
-    if not case.is_service or not any(step.program == "ssh" for step in case.line.steps):
+    step = _final(case.line)
+    # With -N it starts nothing there: a tunnel.
+    if not case.is_service or step is None or step.program != "ssh" or "-N" in step.words:
         return None
     return Trap(
         what="what ssh starts runs on the other host, where gpulayer neither sees nor ends it",
@@ -361,7 +409,7 @@ _AT_SUBMIT: tuple[_Row, ...] = (
     _no_program,
     _not_expanded,
     _emptied,
-    _conda_activate,
+    _conda_activate_at_submit,
     _conda_run,
     _sudo,
     _own_devices,

@@ -14,7 +14,6 @@ import structlog
 import trio
 
 from gpulayer.core.inventory import (
-    CONFIRM_SECONDS,
     PROCESSES_NAMED,
     DevicesRead,
     Elsewhere,
@@ -26,7 +25,7 @@ from gpulayer.core.inventory import (
 )
 from gpulayer.model.errors import GpulayerError
 from gpulayer.model.ids import AttemptId
-from gpulayer.model.inventory import Reading, ReadingFailed
+from gpulayer.model.inventory import CONFIRM_SECONDS, Reading, ReadingFailed
 from gpulayer.model.node import Accelerator, GpuDetect
 from gpulayer.model.replica import DeviceShare, Reason
 from gpulayer.model.units import MILLI, Instant, format_gpus
@@ -326,11 +325,11 @@ class Devices:
             if not unwell:
                 return None
             self.release(attempt)
-            return self._not_taken(shares, f"{unwell[0].uuid} is unhealthy: {unwell[0].unhealthy}")
+            return self._not_taken(shares, f"{unwell[0].label} is unhealthy: {unwell[0].unhealthy}")
         with trio.move_on_after(TAKE_SECONDS_MAX):
             return await self._take(attempt, shares, missing)
         self.release(attempt)
-        return self._not_taken(shares, "the driver did not answer in time")
+        return self._not_taken(shares, f"it could not be had within {TAKE_SECONDS_MAX:g} s")
 
     async def _take(
         self, attempt: AttemptId, shares: Sequence[DeviceShare], missing: Sequence[DeviceShare]
@@ -376,7 +375,7 @@ class Devices:
                 text = await trio.to_thread.run_sync(_text_of, held)  # walks through /proc
                 seen = {share.uuid: Elsewhere(milli=milli, text=text)} if milli else {}
                 self.inventory.step(ElsewhereSeen(elsewhere=seen, only=frozenset((share.uuid,))), Instant(now))
-                return self._not_taken(shares, f"{share.uuid} is {text}")
+                return self._not_taken(shares, f"{self._called(share.uuid)} is {text}")
             await trio.sleep(TAKE_PAUSE_SECONDS)
 
     def _leftover(self, shares: Iterable[DeviceShare]) -> str:
@@ -390,7 +389,7 @@ class Devices:
                 text = f"still used by {', '.join(left[:PROCESSES_NAMED])}"
                 self._left[share.uuid] = _Left(frozenset(pids), text)
                 self._look_at_locks()
-                return f"{share.uuid} is {text}"
+                return f"{self._called(share.uuid)} is {text}"
         return ""
 
     def _try_to_take(self, shares: Sequence[DeviceShare]) -> list[Hold] | tuple[DeviceShare, Held] | str:
@@ -421,10 +420,10 @@ class Devices:
             if device is None:
                 return f"{share.uuid} is not a device of this node any more"
             if device.unhealthy:
-                return f"{share.uuid} is unhealthy: {device.unhealthy}"
+                return f"{device.label} is unhealthy: {device.unhealthy}"
             users = self.inventory.users_of(share.uuid)
             if users:
-                return f"{share.uuid} is used by others: {users}"
+                return f"{device.label} is used by others: {users}"
         return ""
 
     def _not_taken(self, shares: Sequence[DeviceShare], why: str) -> NotTaken:
@@ -539,6 +538,11 @@ class Devices:
                 tell("; ".join(whys.values()))
             await trio.sleep(pause)
             pause = min(pause * 2, CONFIRM_PAUSE_SECONDS[1])
+
+    def _called(self, uuid: str) -> str:
+        """As people read it: `GPU 2 (GPU-ecdd1234)`."""
+        device = self.inventory.device(uuid)
+        return device.label if device is not None else uuid
 
     def _why_not_clear(self, uuid: str) -> str:
         failure = self.inventory.failure

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, assert_never
 
 from gpulayer.model.inventory import DeviceProcess, DeviceReading, Reading, ReadingFailed
+from gpulayer.runtime.children import without_users_modules
 
 Json: TypeAlias = dict[str, Any]
 
@@ -420,7 +421,7 @@ class _Child:
 def _environment(base: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
-        for name, value in base.items()
+        for name, value in without_users_modules(base).items()
         if name not in _NOT_INHERITED and not name.startswith(_NOT_INHERITED_PREFIX)
     }
 

@@ -81,6 +81,8 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
+    node_id: NodeId
+    """Which declared devices are made up for."""
     devices: tuple[Surveyed, ...]
     """In the driver's order, instances behind their GPU; then what is declared."""
     gpu_detect: GpuDetect
@@ -122,6 +124,7 @@ def survey(
 ) -> Survey:
     """Waits for the driver. `declared`, `excluded` and `foreign_processes` are the configuration's; `root` is where
     signs of hardware are looked for."""
+    node_id = _node_id(data_dir)
     cards = tuple(pci_gpus(root=root))
     reading = asked.answer()
     processes: Mapping[int, SeenProcess] = {}
@@ -132,7 +135,7 @@ def survey(
         not_listed = cards_not_listed(reading, cards)
         unmatched = unmatched_exclusions(reading.devices, excluded)
     inventory = Inventory(
-        declared=declared_accelerators(declared, node_id=_node_id(data_dir)),
+        declared=declared_accelerators(declared, node_id=node_id),
         is_excluded=lambda device: is_excluded(device, excluded),
         foreign_processes=foreign_processes,
     )
@@ -140,6 +143,7 @@ def survey(
     inventory.step(DevicesRead(result=reading, processes=processes, evidence=evidence), Instant(0.0))
     _look_at_locks(inventory, data_dir)
     return Survey(
+        node_id=node_id,
         devices=_surveyed(inventory, reading, processes, excluded, foreign_processes),
         gpu_detect=inventory.gpu_detect,
         drivers=inventory.drivers,

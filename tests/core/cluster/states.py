@@ -49,6 +49,7 @@ def gpu(
     foreign_milli: int = 0,
     foreign: str = "pid 7 (python of user bob) holds 20GiB",
     parent: str = "",
+    index: int | None = None,
 ) -> Accelerator:
     return Accelerator(
         uuid=uuid,
@@ -60,6 +61,7 @@ def gpu(
         foreign=foreign if foreign_milli else "",
         foreign_milli=foreign_milli,
         parent=parent,
+        index=index,
     )
 
 

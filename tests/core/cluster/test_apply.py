@@ -121,8 +121,13 @@ BOB = "pid 7 (python of user bob) holds 20GiB"
             f"g0 (A100) is well again; g0 (A100) is used by others: {BOB}",
         ),
         (gpu("g0"), gpu("g0", unhealthy="hot", model=""), "g0 is unhealthy: hot"),
-        (gpu("g0", foreign_milli=300), gpu("g0", foreign_milli=500), "facts of its accelerators are others"),
-        (gpu("g0"), gpu("g0", gib=40), "facts of its accelerators are others"),
+        (gpu("g0", foreign_milli=300), gpu("g0", foreign_milli=500), "g0 (A100) has used by others 0.5, was 0.3"),
+        (gpu("g0"), gpu("g0", gib=40), "g0 (A100) has memory 40GiB, was 80GiB"),
+        (
+            replace(gpu("GPU-1", index=1), pci_bus_id="0000:3b:00.0"),
+            gpu("GPU-1", index=0),
+            "GPU-1 (GPU 0, A100) has number 0, was 1, PCI address none, was 0000:3b:00.0",
+        ),
     ],
 )
 def test_a_change_of_a_device_is_told_with_its_name_and_the_reason(

@@ -52,6 +52,7 @@ def view(cluster: Cluster, *statuses: ReplicaStatus, now_utc: float = 100.0) -> 
         {status.attempt: status for status in statuses},
         waiting_reasons(state, {}),
         node_names={node.id: node.name for node in state.nodes.values()},
+        nodes=state.nodes,
         now_utc=now_utc,
     )
 
@@ -80,7 +81,7 @@ def test_a_job_that_no_node_could_ever_run_says_what_it_waits_for() -> None:
     seen = job_view(cluster.job("j-second"), {}, waiting_reasons(cluster.state, {}), node_names={}, now_utc=0.0)
     assert seen.reason is not None
     assert seen.reason.code == "never_fits"
-    assert seen.replicas[0].next == "starts when a node joins that has what it needs"
+    assert seen.replicas[0].next == "starts when a node has what it needs"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,34 @@ def test_an_endpoint_is_shown_only_while_the_replica_is_ready() -> None:
     seen = view(cluster, says(0, "ready", endpoint=endpoint))
     assert (seen.state, seen.replicas[0].state, seen.replicas[0].endpoint) == ("stopping", "stopping", None)
     assert "SIGTERM" in seen.replicas[0].next
+
+
+def test_what_waits_for_its_gpus_to_be_clear_is_not_said_to_be_killed() -> None:
+    """It had ended by itself, and no signal was sent."""
+    cluster = placed(batch(gpus=1))
+    cluster.do(ended(succeeded(), released=False))
+    not_clear = Reason(code="devices_not_clear", text="all its processes have ended")
+    replica = view(cluster, says(0, "stopping", reason=not_clear)).replicas[0]
+    assert replica.next == "goes on when its GPUs are confirmed free, after 30s at most"
+
+
+@pytest.mark.parametrize(("spec", "remedy"), [(service(gpus=2), "job restart web"), (batch(gpus=2), "cancel it")])
+def test_a_replica_whose_gpu_fails_under_it_carries_a_warning(spec: JobSpec, remedy: str) -> None:
+    cluster = Cluster(admit("n1", *(gpu(f"GPU-{number}", index=number) for number in range(3))), submit(spec, "j-web"))
+    cluster.plan()
+    held = [share.uuid for share in view(cluster, says(0, "ready")).replicas[0].devices]
+    assert held == ["GPU-0", "GPU-1"]
+    assert view(cluster, says(0, "ready")).replicas[0].warning is None
+    lost = [gpu(f"GPU-{number}", index=number, unhealthy="the GPU is lost") for number in (0, 2)]
+    cluster.do(admit("n1", *lost, gpu("GPU-1", index=1)))
+    seen = view(cluster, says(0, "ready", warning=Reason(code="cgroup_unavailable"))).replicas[0]
+    assert (seen.state, seen.reason) == ("ready", None)
+    assert seen.warning is not None
+    assert seen.warning.code == "device_unhealthy"
+    assert seen.warning.text == "GPU 0 (GPU-0), which it holds, is unhealthy: the GPU is lost"
+    assert remedy in seen.warning.hint
+    cluster.do(StopJob(job=JobId("j-web"), reason=CANCELLED))
+    assert view(cluster, says(0, "stopping")).replicas[0].warning is None
 
 
 def test_a_replica_that_cannot_be_killed_is_stopping_with_its_pid() -> None:

@@ -12,6 +12,7 @@ from gpulayer.core.placement.refusal import Refusal, code_of, explain, is_perman
 from gpulayer.model.ids import NodeId
 from gpulayer.model.job import Requirements
 from gpulayer.model.node import Accelerator, Capabilities, Node
+from gpulayer.model.units import parse_size
 from tests.core.cluster.states import GIB, capabilities, gpu
 
 
@@ -97,7 +98,7 @@ def test_models_are_patterns_in_any_case_and_one_of_them_must_match() -> None:
     ("wanted", "code", "text"),
     [
         (needs(1, accelerator="rocm"), "wrong_accelerator_kind", "GPUs on n1 are 2 x cuda, rocm needed"),
-        (needs(1, vendor="amd"), "wrong_vendor", "GPUs on n1 are from 2 x nvidia, amd needed"),
+        (needs(1, vendor="amd"), "wrong_vendor", "GPUs on n1 are nvidia's (2), amd needed"),
         (
             needs(1, gpu_memory_mib=100 * GIB),
             "too_little_gpu_memory",
@@ -131,7 +132,7 @@ def test_an_unhealthy_gpu_is_passed_over_and_named() -> None:
     on = node(gpu("a", unhealthy="xid 79"), gpu("b"))
     assert chosen(needs(1), on) == [("b", 1000)]
     found = refused(needs(2), on)
-    assert explain(found) == "1 of 2 GPUs healthy on n1 (a: xid 79)"
+    assert explain(found) == "1 of 2 GPUs free on n1, 2 needed (a unhealthy: xid 79)"
     assert not is_permanent(found)
 
 
@@ -150,7 +151,7 @@ def test_a_gpu_that_others_use_is_passed_over_and_named() -> None:
     assert chosen(needs(1), on) == [("b", 1000)]
     found = refused(needs(2), on)
     assert code_of(found) == "devices_in_use"
-    assert explain(found) == "1 of 2 GPUs free on n1, others are in use (a: pid 7 (python of user bob) holds 20GiB)"
+    assert explain(found) == "1 of 2 GPUs free on n1, 2 needed (a in use: pid 7 (python of user bob) holds 20GiB)"
     assert not is_permanent(found)
 
 
@@ -158,10 +159,9 @@ def test_what_others_leave_of_a_gpu_can_be_shared_and_is_never_given_whole() -> 
     on = node(gpu("a", foreign_milli=300, foreign="held by another gpulayer"))
     assert chosen(needs(0.7), on) == [("a", 700)]
     assert chosen(needs(0.25), on, a=400) == [("a", 250)]
-    for wanted in (needs(1), needs(0.75)):
-        assert explain(refused(wanted, on)) == (
-            "0 of 1 GPU free on n1, others are in use (a: held by another gpulayer)"
-        )
+    why = "(a in use: held by another gpulayer)"
+    assert explain(refused(needs(1), on)) == f"0 of 1 GPU free on n1 {why}"
+    assert explain(refused(needs(0.75), on)) == f"0 of 1 GPU free on n1, 0.75 needed {why}"
     # With 0.5 of it held by ours, it would be too little without the others too.
     assert explain(refused(needs(0.75), on, a=500)) == "at most 0.2 of one GPU free on n1, 0.75 needed"
 
@@ -175,12 +175,55 @@ def test_a_share_goes_to_the_fullest_gpu_whoever_filled_it() -> None:
 def test_only_those_that_would_help_are_named_as_in_use() -> None:
     on = node(gpu("a", foreign_milli=1000), gpu("b", foreign_milli=500), gpu("c", foreign_milli=1000, unhealthy="hot"))
     found = refused(needs(1), on, b=500)
-    assert explain(found).endswith("(a: pid 7 (python of user bob) holds 20GiB)")
+    assert explain(found).endswith("(a in use: pid 7 (python of user bob) holds 20GiB; c unhealthy: hot; 1 held)")
 
 
 def test_a_gpu_that_is_both_unhealthy_and_used_is_unhealthy() -> None:
     found = refused(needs(1), node(gpu("a", unhealthy="hot", foreign_milli=1000)))
-    assert explain(found) == "0 of 1 GPU healthy on n1 (a: hot)"
+    assert explain(found) == "0 of 1 GPU free on n1 (a unhealthy: hot)"
+
+
+@pytest.mark.parametrize(("number", "code"), [(1, "devices_in_use"), (4, "unhealthy_devices")])
+def test_all_that_keeps_gpus_from_being_free_is_said_and_what_is_the_same_once(number: int, code: str) -> None:
+    """Of a foreign process, a shared GPU and two lost ones only the process was named."""
+    first = gpu("GPU-ecdd1234-5678-90ab-cdef-1234567890ab", foreign_milli=1000, index=0)
+    lost = [gpu(f"GPU-{uuid}", unhealthy="the GPU is lost", index=index) for index, uuid in ((2, "d"), (3, "c"))]
+    found = refused(needs(number), node(first, gpu("GPU-b", index=1), *lost), **{"GPU-b": 500})
+    assert code_of(found) == code
+    assert explain(found) == (
+        f"0 of 4 GPUs free on n1{'' if number == 1 else ', 4 needed'} (GPU 0 (GPU-ecdd1234) in use: "
+        "pid 7 (python of user bob) holds 20GiB; 2 unhealthy: the GPU is lost; 1 held)"
+    )
+
+
+def test_what_others_use_is_named_beside_what_replicas_hold() -> None:
+    found = refused(needs(4), node(gpu("a", foreign_milli=1000), gpu("b"), gpu("c"), gpu("d")), b=1000)
+    assert explain(found).startswith("2 of 4 GPUs free on n1, 4 needed (a in use: pid 7 ")
+    found = refused(needs(0.5), node(gpu("a", unhealthy="hot"), gpu("b")), b=750)
+    assert explain(found) == "at most 0.25 of one GPU free on n1, 0.5 needed (a unhealthy: hot; 1 held)"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        (3, "3 such GPUs on n1 (1 more is excluded by the configuration), 4 needed"),
+        (0, "no GPU on n1 (1 is excluded by the configuration), 4 needed"),
+    ],
+)
+def test_gpus_that_the_configuration_excludes_are_not_silently_gone(gpus: int, text: str) -> None:
+    on = node(*(gpu(f"g{number}") for number in range(gpus)))
+    on = replace(on, capabilities=replace(on.capabilities, gpus_excluded=1))
+    assert explain(refused(needs(4), on)) == text
+
+
+def test_a_gpu_is_never_said_to_have_what_is_asked_of_it_in_vain() -> None:
+    """A GPU of 24564 MiB "has 24.0GiB, 24GiB needed", and the hint said to ask for 24.0GiB."""
+    small = replace(gpu("a"), memory_mib=24564)
+    text = explain(refused(needs(1, gpu_memory_mib=24 * GIB), node(small)))
+    assert text == "largest GPU on n1 has 23.9GiB, 24GiB needed"
+    assert chosen(needs(1, gpu_memory_mib=parse_size("23.9GiB")), node(small)) == [("a", 1000)]
+    text = explain(refused(needs(1, gpu_memory_mib=24570), node(small)))
+    assert text == "largest GPU on n1 has 24564MiB, 24570MiB needed"
 
 
 # --- MIG ----------------------------------------------------------------------------------------------------------

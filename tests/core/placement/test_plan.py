@@ -96,8 +96,26 @@ def test_what_no_node_could_ever_run_is_said_at_once() -> None:
     reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
     assert reason.code == "never_fits"
     assert reason.text == "cannot ever run here: 1 node: largest GPU on n1 has 24GiB, 80GiB needed"
-    assert reason.hint.startswith("ask for 24GiB at most, or add a node")
+    assert reason.hint.startswith("ask for 24GiB at most; ")
     assert waiting_reason(()).text == "no node is known yet"
+
+
+def test_a_job_whose_gpus_are_all_unhealthy_is_not_told_to_wait_for_room() -> None:
+    """The hint was to wait for room, while the driver was down and somebody had to mend it."""
+    unwell = [gpu(f"g{number}", unhealthy="the driver does not answer") for number in range(4)]
+    cluster = Cluster(admit("n1", *unwell), submit(service("a", gpus=1)))
+    reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
+    assert reason.text == "1 node: 0 of 4 GPUs free on n1 (4 unhealthy: the driver does not answer)"
+    assert reason.hint.startswith("its GPUs are not well; `gpulayer resources detect`")
+
+
+def test_on_a_single_node_without_a_gpu_nobody_is_told_to_add_one() -> None:
+    cluster = Cluster(admit("n1"), submit(service("a", gpus=1)))
+    reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
+    assert reason.text.endswith("no GPU on n1, 1 needed")
+    assert reason.hint == "leave out --gpus; `gpulayer resources detect` on that node says why there is none"
+    cluster.do(admit("n2", gpu("g0")), submit(service("b", gpus=2)))
+    assert "or add a node that has it" in waiting_reasons(cluster.state, {})[JobId("j-b"), 0].hint
 
 
 @pytest.mark.parametrize(
@@ -312,11 +330,12 @@ def test_a_job_whose_gpu_others_use_waits_names_them_and_starts_when_they_leave(
     cluster = Cluster(admit("n1", gpu("g0", foreign_milli=1000)), submit(service("a", gpus=1)))
     made = plan(cluster.state, {})
     assert not made.placements
-    in_use = "0 of 1 GPU free on n1, others are in use (g0: pid 7 (python of user bob) holds 20GiB)"
+    in_use = "0 of 1 GPU free on n1 (g0 in use: pid 7 (python of user bob) holds 20GiB)"
     assert why_not(made, "j-a") == [in_use]
     reason = waiting_reasons(cluster.state, {})[JobId("j-a"), 0]
     assert (reason.code, reason.text) == ("no_capacity", f"1 node: {in_use}")
     assert "starts by itself" in reason.hint
+    assert 'foreign_processes = "allow"' in reason.hint
     cluster.do(admit("n1", gpu("g0")))
     assert where(plan(cluster.state, {})) == {"j-a.0": "n-n1"}
 
