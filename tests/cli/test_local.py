@@ -753,7 +753,7 @@ def test_a_full_disk_is_said_in_a_sentence(host: Host) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_job_that_has_filled_its_disk_is_stopped_all_the_same(host: Host) -> None:
-    """There is room to begin, and none to keep any in reserve: its end cannot be written down."""
+    """What it has left no room for is written out of the reserve, without which it would not have been taken on."""
     host.data_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(host.data_dir)], check=True)
     # Its last words stand on another disk.
@@ -769,7 +769,7 @@ def test_a_job_that_has_filled_its_disk_is_stopped_all_the_same(host: Host) -> N
         interrupt(command)
         _, stderr = command.communicate(timeout=20)
         assert command.returncode == 130
-        assert "it cannot be stopped in good order: the disk of" in stderr
+        assert "job sh was cancelled" in stderr
         assert host.is_clean()
         done = host.submit("--target", "local", "--wait", "1s", "--", *filler)
         assert done.returncode == 124

@@ -16,6 +16,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpulayer
 from gpulayer.model.inventory import DeviceProcess, DeviceReading, Reading, ReadingFailed
 from gpulayer.runtime.accelerators import nvml, nvml_child
 from gpulayer.runtime.accelerators.nvml import NvmlChild, PciGpu, driver_is_likely, parse_answer, pci_gpus, read_once
@@ -616,7 +617,9 @@ async def test_a_library_that_crashes_takes_only_the_child_along(
 
 def test_the_last_words_of_a_child_are_told(fake: FakeNvml, tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text("raise ImportError('it is\\tdamaged')\n")
-    failed = read_once(WAIT_SECONDS_MAX, environment={**environment(fake), "PYTHONPATH": str(tmp_path)})
+    # A PYTHONPATH is the child's, too, where gpulayer itself is found by it.
+    path = f"{tmp_path}{os.pathsep}{Path(gpulayer.__file__).parent.parent}"
+    failed = read_once(WAIT_SECONDS_MAX, environment={**environment(fake), "PYTHONPATH": path})
     assert isinstance(failed, ReadingFailed)
     assert failed.code == "crashed"
     assert failed.text.endswith("ended with status 1: ImportError: it is?damaged")
