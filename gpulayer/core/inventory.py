@@ -341,19 +341,6 @@ class Inventory:
             del self._found[uuid]
 
 
-def accelerators_of(
-    reading: Reading,
-    *,
-    processes: Mapping[int, SeenProcess] | None = None,
-    is_excluded: Callable[[Accelerator], bool] = lambda _: False,
-    foreign_processes: Literal["skip", "allow"] = "skip",
-) -> Inventory:
-    """What one reading says by itself, for whoever has no history."""
-    inventory = Inventory(is_excluded=is_excluded, foreign_processes=foreign_processes)
-    inventory.step(DevicesRead(result=reading, processes=processes or {}), Instant(0.0))
-    return inventory
-
-
 # --- parts --------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from gpulayer.core.inventory import (
     LockTrouble,
     NotConfirmed,
     SeenProcess,
-    accelerators_of,
 )
 from gpulayer.model.inventory import CONFIRM_SECONDS, DeviceProcess, DeviceReading, Reading, ReadingFailed
 from gpulayer.model.node import Accelerator, Capabilities
@@ -74,9 +73,16 @@ def with_processes(index: int, *listed: DeviceProcess, **more: Any) -> DeviceRea
     return gpu(index, **({"processes": listed, "process_count": len(listed)} | more))
 
 
+def read_once(reading: Reading) -> Inventory:
+    """What one reading says by itself, without a history."""
+    inventory = Inventory()
+    inventory.step(DevicesRead(result=reading), Instant(0.0))
+    return inventory
+
+
 def known(index: int, **more: Any) -> Accelerator:
     """As the log has it from an earlier daemon."""
-    return replace(accelerators_of(Reading(devices=(gpu(index),))).accelerators[0], **more)
+    return replace(read_once(Reading(devices=(gpu(index),))).accelerators[0], **more)
 
 
 def declared(uuid: str) -> Accelerator:
@@ -148,7 +154,7 @@ def test_the_order_is_the_drivers_then_what_is_declared() -> None:
 
 
 def test_one_reading_alone_can_be_judged_by_whoever_has_no_history() -> None:
-    found = accelerators_of(Reading(devices=(gpu(0), gpu(1, problems=("ECC errors",)))))
+    found = read_once(Reading(devices=(gpu(0), gpu(1, problems=("ECC errors",)))))
     assert [device.unhealthy for device in found.accelerators] == ["", "ECC errors"]
 
 

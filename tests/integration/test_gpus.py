@@ -280,7 +280,6 @@ def test_a_gpu_is_free_only_when_the_driver_lists_no_process_of_the_replica_any_
     pid = host.replica(job)["pid"]
     nvml.processes(0, {pid: 4000})
     next_job = host.submit(SLEEP, port=False, gpus=1)
-    time.sleep(1.5)
     host.cancel(job)
     wait_for(lambda: not host.runs_on_host(), 10)
     time.sleep(2.0)
@@ -298,7 +297,6 @@ def test_a_gpu_that_is_not_confirmed_free_is_unhealthy_until_it_is(make_daemon: 
     host = make_daemon(env=nvml.env()).start()
     job = ready(host, gpus=1)
     nvml.processes(0, {host.replica(job)["pid"]: 4000})
-    time.sleep(1.5)
     host.cancel(job)
     assert host.wait_ended(job, seconds=45)["state"] == "cancelled"
     wait_device(host, nvml.uuids[0], "unhealthy", text="not confirmed free")
