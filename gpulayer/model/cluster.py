@@ -10,6 +10,7 @@ from gpulayer.model.ids import JobId, NodeId, TokenId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.node import Node
 from gpulayer.model.replica import Assignment, Outcome, Reason
+from gpulayer.model.trust import Authority, JoinToken, KeyRing
 
 Role = Literal["admin", "submit", "read"]
 ROLES: tuple[str, ...] = ("admin", "submit", "read")
@@ -81,6 +82,12 @@ class ClusterState:
     jobs: Mapping[JobId, Job] = field(default_factory=dict)
     tokens: Mapping[TokenId, Token] = field(default_factory=dict)
     answers: Mapping[str, KeyedAnswer] = field(default_factory=dict)
+    authority: Authority | None = None
+    """None: a log from before nodes could join; the first start founds one."""
+    key_ring: KeyRing = field(default_factory=KeyRing)
+    join_tokens: Mapping[TokenId, JoinToken] = field(default_factory=dict)
+    generation: int = 1
+    """cluster_generation: rises only when the cluster is recovered by hand."""
     planned_at: int = 0
     """`based_on` of the newest plan that was applied: how a leader knows that its plan is through."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 SOCKET_NAME = "gpulayer.sock"
 API_PORT = 7450
+PEER_PORT = 7451
 CONFIG_PATH = "/etc/gpulayer/gpulayer.toml"
 
 

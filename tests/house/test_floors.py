@@ -24,7 +24,7 @@ BELOW: dict[str, frozenset[str]] = {
     "cli": frozenset({"model", "core", "wire", "runtime", "api", "node", "client"}),
 }
 # Of core: these stand on top of the machines, which do not know one another; base is under all of them.
-ON_TOP_OF_THE_MACHINES = frozenset({"leader", "agent", "rollout"})
+ON_TOP_OF_THE_MACHINES = frozenset({"leader", "agent", "orders", "rollout"})
 UNDER_THE_MACHINES = frozenset({"base"})
 PURE = ("model", "core", "wire")
 # What would let a pure floor see the time, draw a number, or touch the world.

@@ -13,6 +13,7 @@ from gpulayer.model.ids import JobId, NodeId, TokenId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.node import Accelerator, Capabilities
 from gpulayer.model.replica import DeviceShare, Outcome, Reason
+from gpulayer.model.trust import Authority, GossipKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,65 @@ class AdmitNode:
     name: str
     advertise: str
     capabilities: Capabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTrust:
+    """Once, by the first voter: the cluster's CA and its first gossip key."""
+
+    authority: Authority
+    key: GossipKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinNode:
+    """A host shows a join token and becomes a node; one use of the token is spent in the same entry.
+
+    Again for a node that is known, with a token that has uses left: it is the same node (its certificate was lost).
+    `name_is_derived`: a name in use gets a suffix instead of a refusal. Answered by the name it has."""
+
+    node: NodeId
+    name: str
+    name_is_derived: bool
+    advertise: str
+    capabilities: Capabilities
+    token_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveNode:
+    """It left, or a person removed it: nothing of it is in the registry any more. Refused while it has assignments."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateJoinToken:
+    token: TokenId
+    digest: str
+    uses: int
+    expires_at_utc: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallKey:
+    """First step of a rotation: every node shall be able to open what this key seals; nobody seals with it yet."""
+
+    key: GossipKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseKey:
+    """Second step, once every live member has it: seal with it."""
+
+    key_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetireKey:
+    """Last step: an old key opens nothing any more."""
+
+    key_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +174,26 @@ class ReplicaRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WithdrawUnaccepted:
+    """A node has said nothing of an order for too long. It shall not begin with it any more: if it has not, it refuses
+    it (ReplicaRefused) and the replica waits again; if it has, it says so (ReplicaAccepted) and goes on."""
+
+    job: JobId
+    replica: int
+    attempt: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAccepted:
+    """The node has begun with the attempt: a WithdrawUnaccepted of it is void."""
+
+    job: JobId
+    replica: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetJobs:
     """Ended jobs and old idempotency answers that are past their keeping time."""
 
@@ -137,6 +217,13 @@ class RevokeToken:
 Command: TypeAlias = (
     CreateCluster
     | AdmitNode
+    | FoundTrust
+    | JoinNode
+    | RemoveNode
+    | CreateJoinToken
+    | InstallKey
+    | UseKey
+    | RetireKey
     | SubmitJob
     | StopJob
     | RestartReplicas
@@ -144,6 +231,8 @@ Command: TypeAlias = (
     | ReplicaEnded
     | ReplicaReleased
     | ReplicaRefused
+    | WithdrawUnaccepted
+    | ReplicaAccepted
     | ForgetJobs
     | CreateToken
     | RevokeToken
