@@ -6,11 +6,10 @@ BaseHTTPMiddleware costs more than a whole handler). Handlers raise GpulayerErro
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 from starlette.applications import Starlette
@@ -20,58 +19,126 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpulayer.api import cluster, events, health, jobs, logs, metrics, openapi, resources, tokens
-from gpulayer.api.facade import NodeFacade
-from gpulayer.api.problems import (
-    MethodNotAllowed,
-    NotAuthenticated,
-    answer_for,
-    answer_for_bug,
-    no_such_path,
+from gpulayer.api import (
+    agreement,
+    audit,
+    authority,
+    cluster,
+    events,
+    health,
+    jobs,
+    leave,
+    local,
+    logs,
+    metrics,
+    openapi,
+    resources,
+    tokens,
 )
-from gpulayer.api.requests import BODY, MOMENTS, TOKEN, Moments
-from gpulayer.model.cluster import ROLES, ClusterState, Role, Token
-from gpulayer.model.errors import GpulayerError, InvalidRequest, PermissionDenied
+from gpulayer.api.access import ADMIN, NODE, Caller, Tokens, caller_of, check_role, digest_in
+from gpulayer.api.facade import NodeFacade
+from gpulayer.api.forwarding import NoLeader, pass_on
+from gpulayer.api.owners import LOCAL_PREFIX
+from gpulayer.api.problems import MethodNotAllowed, answer_for, answer_for_bug, no_such_path
+from gpulayer.api.requests import ASKED_BY_PEER, BODY, MOMENTS, REFUSED_LATER, LocalRoute, Moments
+from gpulayer.model.errors import GpulayerError, InvalidRequest
 from gpulayer.wire.http import BODY_BYTES_MAX, shown
+from gpulayer.wire.peer import RequestHead
 
 # A megabyte at 35 kB/s; a client that is slower than that is not one of ours.
 BODY_SECONDS_MAX = 30.0
 # How much of a refused body is read away, so that the client, still sending, gets to read why.
 DISCARDED_BYTES_MAX = 256 * 1024 * 1024
 LOCAL_NAMES = frozenset({"localhost"})
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+# Asked before there is any trust: whether it serves, and whose certificate to expect of it.
+OPEN_PATHS = frozenset({"/healthz", "/readyz", authority.PATH})
+ROUTES: tuple[Route, ...] = (
+    *health.ROUTES,
+    *authority.ROUTES,
+    *jobs.ROUTES,
+    *logs.ROUTES,
+    *events.ROUTES,
+    *audit.ROUTES,
+    *cluster.ROUTES,
+    *agreement.ROUTES,
+    *leave.ROUTES,
+    *resources.ROUTES,
+    *tokens.ROUTES,
+    *metrics.ROUTES,
+    *openapi.ROUTES,
+)
+
+Gate: TypeAlias = Callable[[Scope, Headers], Awaitable[Caller | None]]
+"""Says who asks, or raises; None for whoever needs not say it."""
 
 
 def make_app(node: NodeFacade, *, trusted: bool, names: Iterable[str] = ()) -> Starlette:
-    """`trusted`: for the unix socket, where whoever can connect is the admin. `names`: further ones that this node is
-    called by in a Host header."""
-    routes = [
-        *health.ROUTES,
-        *jobs.ROUTES,
-        *logs.ROUTES,
-        *events.ROUTES,
-        *cluster.ROUTES,
-        *resources.ROUTES,
-        *tokens.ROUTES,
-        *metrics.ROUTES,
-        *openapi.ROUTES,
-    ]
-    allowed = None if trusted else LOCAL_NAMES | {name.lower() for name in names}
-    guard = Middleware(_Guard, node=node, routes=routes, allowed_hosts=allowed)
-    return Starlette(routes=routes, middleware=[guard])
+    """`trusted`: for the unix socket, where whoever can connect is the admin. `names`: further ones, and addresses,
+    that this node is called by in a Host header."""
+    gate: Gate = _at_socket if trusted else _AtTcp(node, LOCAL_NAMES | {name.lower() for name in names})
+    return _guarded(node, gate, ROUTES)
+
+
+def make_peer_app(node: NodeFacade) -> Starlette:
+    """For what other nodes of the cluster pass on, and ask of their own."""
+    return _guarded(node, partial(_of_peer, node), (*ROUTES, *local.ROUTES, *leave.PEER_ROUTES))
+
+
+def _guarded(node: NodeFacade, gate: Gate, routes: tuple[Route, ...]) -> Starlette:
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, node=node, gate=gate, routes=routes)])
+
+
+# --- who asks -------------------------------------------------------------------------------------------------------
+
+
+async def _at_socket(scope: Scope, headers: Headers) -> Caller:
+    return ADMIN
+
+
+class _AtTcp:
+    """At a TCP port a token says it."""
+
+    def __init__(self, node: NodeFacade, names: frozenset[str]) -> None:
+        self._tokens = Tokens(node)
+        self._names = names
+
+    async def __call__(self, scope: Scope, headers: Headers) -> Caller | None:
+        path = scope["path"]
+        _check_host(headers.get("host", ""), self._names)
+        if path in OPEN_PATHS:
+            return None
+        caller = await self._tokens.judge(digest_in(headers))
+        check_role(caller.role, scope["method"], path)
+        scope[REFUSED_LATER] = partial(self._tokens.wait_until_refused, caller)
+        return caller
+
+
+async def _of_peer(node: NodeFacade, scope: Scope, headers: Headers) -> Caller:
+    """Its certificate was judged by its link. A token it passes on is judged here, where the log is."""
+    head: RequestHead = scope[ASKED_BY_PEER]
+    if head.role == "node":
+        return NODE
+    if scope["path"].startswith(LOCAL_PREFIX):
+        raise no_such_path(scope["path"])
+    if head.role == "admin":
+        return ADMIN
+    caller = caller_of(head.token_digest, node.state)
+    check_role(caller.role, scope["method"], scope["path"])
+    scope[REFUSED_LATER] = partial(Tokens(node).wait_until_refused, caller)
+    return caller
+
+
+# --- the guard ------------------------------------------------------------------------------------------------------
 
 
 class _Guard:
     """Every request comes through here; what it lets through goes straight to its route."""
 
-    def __init__(
-        self, app: ASGIApp, *, node: NodeFacade, routes: list[Route], allowed_hosts: frozenset[str] | None
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, node: NodeFacade, gate: Gate, routes: tuple[Route, ...]) -> None:
         self._node = node
+        self._gate = gate
         self._moments = Moments(node)
         self._routes = routes
-        self._allowed_hosts = allowed_hosts
-        """None: the trusted side, which asks for no token either."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,11 +151,15 @@ class _Guard:
             await send(message)
 
         try:
-            route, matched = self._judge(scope)
+            caller, route, matched = await self._judge(scope)
             body = await _read_body(scope, receive)
             scope.update(matched)
             scope[MOMENTS], scope[BODY] = self._moments, body
-            await route.handle(scope, receive, watched_send)
+            if isinstance(route, LocalRoute) or self._node.is_voter:
+                await route.handle(scope, receive, watched_send)
+            else:
+                assert caller is not None
+                await self._pass_on(caller, scope, receive, watched_send)
         except GpulayerError as error:
             await _refuse(answer_for(error), scope, receive, send)
         except Exception as error:  # noqa: BLE001
@@ -97,20 +168,24 @@ class _Guard:
             if not has_started:
                 await _refuse(answer, scope, receive, send)
 
-    def _judge(self, scope: Scope) -> tuple[Route, Mapping[str, Any]]:
+    async def _judge(self, scope: Scope) -> tuple[Caller | None, Route, Mapping[str, Any]]:
         headers = Headers(scope=scope)
-        path, method = scope["path"], scope["method"]
-        if self._allowed_hosts is not None:
-            _check_host(headers.get("host", ""), self._allowed_hosts)
-            if path not in OPEN_PATHS:
-                token = _token_of(headers, self._node.state)
-                _check_role(token.role, method, path)
-                scope[TOKEN] = token.id
+        caller = await self._gate(scope, headers)
         route, matched = self._find_route(scope)
         length = headers.get("content-length", "0")
         if int(length) > BODY_BYTES_MAX:
             raise _too_large(length)
-        return route, matched
+        return caller, route, matched
+
+    async def _pass_on(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        if ASKED_BY_PEER in scope:
+            raise NoLeader(
+                f"{self._node.node_name} does not lead the cluster either, and a request is passed on once",
+                hint="try again in a few seconds, when the node that was asked knows who leads",
+            )
+        # A token goes along by its digest; the role that goes without one is the socket's.
+        role = "token" if caller.digest else "admin"
+        await pass_on(self._node, scope, scope[BODY], receive, send, role=role, token_digest=caller.digest)
 
     def _find_route(self, scope: Scope) -> tuple[Route, Mapping[str, Any]]:
         allowed: set[str] = set()
@@ -125,58 +200,23 @@ class _Guard:
         raise no_such_path(scope["path"])
 
 
-def _check_host(host: str, allowed: frozenset[str]) -> None:
-    """A web page can make a browser reach 127.0.0.1 under its own name (DNS rebinding), and its requests carry that."""
+def _check_host(host: str, names: frozenset[str]) -> None:
+    """A web page can make a browser reach this node under the page's own name (DNS rebinding), and its requests carry
+    that. Addresses cannot be rebound, only names."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    if name.lower() not in allowed and not _is_loopback(name):
+    if name.lower() not in names and not _is_address(name):
         raise InvalidRequest(
             f"this node is not called {shown(host)}",
-            hint=f"use 127.0.0.1, [::1] or {', '.join(sorted(allowed))} in the URL",
+            hint=f"use its IP address, or {', '.join(sorted(names))}, in the URL",
         )
 
 
-def _is_loopback(name: str) -> bool:
-    """Addresses cannot be rebound, only names; --bind takes any of the loopback ones."""
+def _is_address(name: str) -> bool:
     try:
-        return ip_address(name.strip("[]")).is_loopback
+        ip_address(name.strip("[]"))
     except ValueError:
         return False
-
-
-def _token_of(headers: Headers, state: ClusterState) -> Token:
-    given = headers.getlist("authorization")
-    scheme, _, secret = (given[0] if len(given) == 1 else "").partition(" ")
-    if scheme.lower() != "bearer" or not secret.strip():
-        raise NotAuthenticated(
-            "this needs a token", hint="send Authorization: Bearer TOKEN; gpulayer token create makes one"
-        )
-    digest = hashlib.sha256(secret.strip().encode("latin-1", "replace")).hexdigest()
-    found: Token | None = None
-    # All of them, so that the time tells nothing about which one it was.
-    for token in state.tokens.values():
-        if hmac.compare_digest(token.digest, digest):
-            found = token
-    if found is None:
-        raise NotAuthenticated(
-            "this token is not known here", hint="it may be revoked; gpulayer token create makes one"
-        )
-    return found
-
-
-def _check_role(role: Role, method: str, path: str) -> None:
-    needed = _role_needed(method, path)
-    if ROLES.index(role) > ROLES.index(needed):
-        raise PermissionDenied(
-            f"{method[:20]} {path[:200]} needs the role {needed}, this token has {role}",
-            hint=f"ask an admin for a token: gpulayer token create --role {needed}",
-        )
-
-
-def _role_needed(method: str, path: str) -> Role:
-    if method in ("GET", "HEAD"):
-        # A specification has the job's environment, and so its secrets.
-        return "submit" if path.startswith("/v1/jobs/") and path.rstrip("/").endswith("/spec") else "read"
-    return "submit" if path == "/v1/jobs" or path.startswith("/v1/jobs/") else "admin"
+    return True
 
 
 def _too_large(length: str) -> InvalidRequest:

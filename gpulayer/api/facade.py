@@ -5,7 +5,8 @@ Reads are of one moment: take `state` once and go on with that value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from gpulayer.core.cluster.commands import Command
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import AttemptId, JobId, NodeId
 from gpulayer.model.replica import ReplicaStatus
+from gpulayer.model.seen import Table
+from gpulayer.wire.peer import RequestHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,18 @@ class AuditReport:
     processes_seen: int
 
 
+class PeerAnswer(Protocol):
+    """What another node answers, while it still comes."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]: ...
+    def parts(self) -> AsyncIterator[bytes]:
+        """The body, as it comes. Raises Unreachable where it breaks off."""
+        ...
+
+
 class NodeFacade(Protocol):
     """The daemon, as the HTTP handlers see it. All of it is called in the daemon's trio thread."""
 
@@ -43,6 +58,32 @@ class NodeFacade(Protocol):
     def node_id(self) -> NodeId: ...
     @property
     def node_name(self) -> str: ...
+    @property
+    def is_voter(self) -> bool:
+        """Whether the log is here. Elsewhere `state` holds nothing to answer from, and `propose` is not for handlers:
+        requests that need either are passed on to the voter (forwarding.py)."""
+        ...
+
+    @property
+    def leader_name(self) -> str:
+        """Who can commit now; empty where none is known, or none that is there."""
+        ...
+
+    @property
+    def ca_pem(self) -> str:
+        """The certificate of the cluster's authority, which is public; empty where it has none yet."""
+        ...
+
+    def table(self) -> Table:
+        """Every node as it is seen from here, without asking anybody."""
+        ...
+
+    def ask(self, node: NodeId, head: RequestHead) -> AbstractAsyncContextManager[PeerAnswer]:
+        """Ask another node, over a bulk link; the block is entered once its answer has begun, and leaving it early
+        ends the other side's work. Raises Unreachable, with code `no_answer` where it was asked already and may have
+        done it. node/forward.py does it."""
+        ...
+
     @property
     def state(self) -> ClusterState: ...
     @property
@@ -79,6 +120,14 @@ class NodeFacade(Protocol):
         """(token id, secret `gpl_…`, sha256 hex digest of the secret)."""
         ...
 
+    def new_secret(self) -> bytes:
+        """32 bytes of chance."""
+        ...
+
+    def keep_empty(self, node: NodeId, seconds: float) -> None:
+        """Plans leave this node out for so long, for it is about to leave."""
+        ...
+
     def statuses(self) -> Mapping[AttemptId, ReplicaStatus]: ...
     def history(self, attempt: AttemptId) -> tuple[tuple[float, str], ...]:
         """(seconds ago, text) of what the attempt's life cycle remembers, oldest first."""
@@ -104,5 +153,6 @@ class NodeFacade(Protocol):
     def log_dir(self, attempt: AttemptId) -> Path: ...
     async def audit(self) -> AuditReport: ...
     async def leave(self) -> None:
-        """Every replica has ended and is released: let the daemon stop after this answer was sent."""
+        """Nothing of this node's work is left, and the log, unless it lies here, knows it no more: announce that, and
+        let the daemon stop after this answer was sent."""
         ...

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
-from gpulayer.api.requests import node_of
+from gpulayer.api.requests import LocalRoute, node_of
 
 
 async def healthz(request: Request) -> Response:
@@ -20,4 +19,4 @@ async def readyz(request: Request) -> Response:
     return PlainTextResponse("ready\n")
 
 
-ROUTES = [Route("/healthz", healthz), Route("/readyz", readyz)]
+ROUTES = [LocalRoute("/healthz", healthz), LocalRoute("/readyz", readyz)]

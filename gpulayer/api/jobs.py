@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 
 import trio
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gpulayer.api.facade import NodeFacade
+from gpulayer.api.owners import Details
 from gpulayer.api.query import Query
 from gpulayer.api.requests import Moment, Moments, answer, body_of, moment_of, moments_of, node_of
 from gpulayer.api.streams import KEEPALIVE, Item, Stream, news_or_none
@@ -28,7 +28,6 @@ from gpulayer.model.errors import InvalidRequest, NotFound, Refused
 from gpulayer.model.ids import AttemptId, JobId, ReplicaId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import Reason
-from gpulayer.runtime.replica_logs import last_lines
 from gpulayer.wire.http import (
     Json,
     checked_idempotency_key,
@@ -46,13 +45,9 @@ from gpulayer.wire.http import (
 
 # Of how many replicas a status shows the last lines; each takes a look into its log files.
 REPLICAS_WITH_LINES_MAX = 16
-LAST_LINES = 20
-LAST_LINE_CHARS_MAX = 2000
 # A busy node changes hundreds of times a second, and a look at a job of 10,000 replicas takes 0.1 s: whoever watches
 # one looks for a tenth of the time at most. At a job of a few replicas that is a millisecond.
 PAUSE_PER_LOOK = 9.0
-
-_threads = trio.CapacityLimiter(4)
 
 
 async def submit(request: Request) -> Response:
@@ -155,14 +150,21 @@ def _without_countdown(view: JobView) -> JobView:
 
 async def _status(moment: Moment, job: Job) -> Json:
     view = moment.view(job)
-    sandboxes = {
-        replica.index: str(moment.node.sandbox(_attempt(job.id, replica)))
-        for replica in view.replicas
-        if replica.attempt
-    }
-    wanted = [replica for replica in view.replicas if replica.attempt and _shows_lines(replica)]
-    lines = await _last_lines(moment.node, job.id, wanted[:REPLICAS_WITH_LINES_MAX]) if wanted else {}
-    return job_status(view, job.spec, sandboxes=sandboxes, last_lines=lines)
+    placed = {_attempt(job.id, replica): replica for replica in view.replicas if replica.attempt}
+    owners = {attempt: replica.node_id or moment.node.node_id for attempt, replica in placed.items()}
+    wanted = [attempt for attempt, replica in placed.items() if _shows_lines(replica)][:REPLICAS_WITH_LINES_MAX]
+    details = await moment.owners.details({attempt: (owners[attempt], placed[attempt].run) for attempt in wanted})
+    sandboxes = await moment.owners.sandboxes(owners)
+    return job_status(
+        view,
+        job.spec,
+        sandboxes={attempt.replica.index: path for attempt, path in sandboxes.items() if path is not None},
+        last_lines={attempt.replica.index: list(each.lines) or _missing(each) for attempt, each in details.items()},
+    )
+
+
+def _missing(details: Details) -> list[str]:
+    return [f"({details.missing})"] if details.missing else []
 
 
 def _attempt(job: JobId, replica: ReplicaView) -> AttemptId:
@@ -175,28 +177,6 @@ def _shows_lines(replica: ReplicaView) -> bool:
     if replica.state == "ended":
         return code not in ("exit_zero", "cancelled")
     return replica.state != "ready" and code not in ("cancelled", "restart_requested")
-
-
-async def _last_lines(node: NodeFacade, job: JobId, replicas: list[ReplicaView]) -> dict[int, list[str]]:
-    directories = [(replica, node.log_dir(_attempt(job, replica))) for replica in replicas]
-
-    def read_all() -> dict[int, list[str]]:
-        return {replica.index: _output(directory, replica.run) for replica, directory in directories}
-
-    # A disk that hangs must not hang the daemon; the thread is left behind when the client goes.
-    return await trio.to_thread.run_sync(read_all, limiter=_threads, abandon_on_cancel=True)
-
-
-def _output(directory: Path, run: int) -> list[str]:
-    """What the last run wrote last, or the one before it while the last has written nothing. What its supervisor says
-    of it stands in the status already."""
-    for number in (run, run - 1) if run > 1 else (run,):
-        # Beside what it wrote there are its start, its end, and what follows from it.
-        lines = last_lines(directory, LAST_LINES + 4, number or None)
-        said = [line.text[:LAST_LINE_CHARS_MAX] for line in lines if line.kind in ("output", "gap")]
-        if said:
-            return said[-LAST_LINES:]
-    return []
 
 
 async def get_spec(request: Request) -> Response:
@@ -333,11 +313,13 @@ async def explain_handler(request: Request) -> Response:
     job, index = resolve_job_or_replica(moment.state, request.path_params["job"])
     view = moment.view(job)
     explained = {each.replica: each for each in explain_job(moment.state, job, moment.node.placeable())}
-    replicas = [
-        _explained(moment.node, job.id, replica, explained.get(replica.index))
-        for replica in view.replicas
-        if index in (None, replica.index)
-    ]
+    chosen = [replica for replica in view.replicas if index in (None, replica.index)]
+    placed = {_attempt(job.id, replica): replica for replica in chosen if replica.attempt}
+    details = await moment.owners.details(
+        {attempt: (replica.node_id or moment.node.node_id, None) for attempt, replica in placed.items()}
+    )
+    history = {attempt.replica.index: _history(each) for attempt, each in details.items()}
+    replicas = [_explained(replica, explained.get(replica.index), history.get(replica.index, [])) for replica in chosen]
     return answer(
         {
             "id": job.id,
@@ -353,8 +335,12 @@ def _reason_beside_explanation(reason: Reason | None) -> Json | None:
     return reason_to_json(replace(reason, hint=beside_explanation(reason.hint)) if reason is not None else None)
 
 
-def _explained(node: NodeFacade, job: JobId, replica: ReplicaView, explained: ReplicaExplained | None) -> Json:
-    history = node.history(_attempt(job, replica)) if replica.attempt else ()
+def _history(details: Details) -> list[Json]:
+    told = details.history or (((0.0, details.missing),) if details.missing else ())
+    return [{"ago_seconds": round(ago, 3), "text": text} for ago, text in told]
+
+
+def _explained(replica: ReplicaView, explained: ReplicaExplained | None, history: list[Json]) -> Json:
     return {
         "index": replica.index,
         "state": replica.state,
@@ -363,7 +349,7 @@ def _explained(node: NodeFacade, job: JobId, replica: ReplicaView, explained: Re
         "devices": devices_to_json(replica.devices),
         "why": list(_why(replica, explained)),
         "refusals": _refusals(explained) if explained is not None else [],
-        "history": [{"ago_seconds": round(ago, 3), "text": text} for ago, text in history],
+        "history": history,
     }
 
 

@@ -1,6 +1,7 @@
 """The logs of several replicas as one: in order of time, each line with the offset from which to go on after it.
 
-Only files and no waiting; logs.py calls it in a worker thread, because a disk may hang and the daemon must not.
+No waiting: what lies on other nodes log_fetch.py brings, the rest are files; logs.py calls this in a worker thread,
+because a disk may hang and the daemon must not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 from threading import Lock
+from typing import TypeAlias
 
+from gpulayer.api.remote_log import RemoteLog
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.runtime.replica_logs import Cursor, LogLine, LogReader, newest_end, tail_cursor
 from gpulayer.wire.http import Json, shown
@@ -58,14 +61,62 @@ def parse_offset(text: str) -> dict[int, Place]:
     return places
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What is asked of one replica."""
 
     replica: int
     attempt: int
-    directory: Path
+    where: Path | RemoteLog
+    """Its directory here, or its log on another node, not begun yet."""
     run: int | None = None
+
+
+class FileLog:
+    """One attempt's log in a directory of this node."""
+
+    is_behind = False
+    """What is there can be read at once."""
+
+    def __init__(self, directory: Path, *, since_utc: float | None, run: int | None, cursor: Cursor | None) -> None:
+        self._directory = directory
+        self._reader = LogReader(directory, since_utc=since_utc, run=run, cursor=cursor)
+        self._size = self._seen = (0, -1)
+        """Newest segment and its size: before the present reading, and when it was last read to the end."""
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._reader.cursor
+
+    def next_line(self) -> LogLine | None:
+        found = self._reader.read_available(1)
+        return found[0] if found else None
+
+    def unfinished(self) -> list[LogLine]:
+        return self._reader.unfinished()
+
+    def has_grown(self) -> bool:
+        return newest_end(self._directory) != self._seen
+
+    def look(self) -> None:
+        """From before the reading: what comes meanwhile is news next time."""
+        self._size = newest_end(self._directory)
+
+    def was_read(self) -> None:
+        self._seen = self._size
+
+    def stop_at_present_end(self) -> None:
+        self._reader.stop_at_present_end()
+
+    def go_on(self) -> None:
+        self._reader.go_on()
+        self._seen = (0, -1)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+Log: TypeAlias = FileLog | RemoteLog
 
 
 @dataclass(slots=True)
@@ -73,28 +124,30 @@ class _Reading:
     """One attempt's log on its way; `head` is its next line that was not given yet."""
 
     wanted: Wanted
-    reader: LogReader
+    log: Log
     before: Cursor
     """After the last line that was given."""
     head: LogLine | None = None
     after_head: Cursor | None = None
     at_utc: float = 0.0
     """Of its newest line; never goes back, so that a stepped clock reorders nothing within a replica."""
-    seen: tuple[int, int] = (0, -1)
-    """Newest segment and its size, when it was last read to the end."""
 
     def peek(self) -> bool:
         """Is there a next line?"""
         if self.head is None:
-            found = self.reader.read_available(1)
-            if found:
-                self.head, self.after_head = found[0], self.reader.cursor
+            self.head = self.log.next_line()
+            if self.head is not None:
+                self.after_head = self.log.cursor
                 self.at_utc = max(self.at_utc, self.head.at_utc)
         return self.head is not None
 
+    @property
+    def is_behind(self) -> bool:
+        return self.head is None and self.log.is_behind
+
 
 def _has_grown(reading: _Reading) -> bool:
-    return reading.head is not None or newest_end(reading.wanted.directory) != reading.seen
+    return reading.head is not None or reading.log.has_grown()
 
 
 class Merge:
@@ -123,15 +176,24 @@ class Merge:
         self._drop(wanted.replica)
         place = self._places.get(wanted.replica)
         cursor = place.cursor if place is not None and place.attempt == wanted.attempt else None
-        if cursor is None and tail is not None:
-            cursor = tail_cursor(wanted.directory, tail, wanted.run)
-        reader = LogReader(wanted.directory, since_utc=self._since_utc, run=wanted.run, cursor=cursor)
-        self._reading[wanted.replica] = _Reading(wanted, reader, cursor or Cursor(0, 0, 0))
+        if isinstance(wanted.where, RemoteLog):
+            wanted.where.begin(since_utc=self._since_utc, run=wanted.run, cursor=cursor, tail=tail)
+            log: Log = wanted.where
+        else:
+            if cursor is None and tail is not None:
+                cursor = tail_cursor(wanted.where, tail, wanted.run)
+            log = FileLog(wanted.where, since_utc=self._since_utc, run=wanted.run, cursor=cursor)
+        self._reading[wanted.replica] = _Reading(wanted, log, cursor or Cursor(0, 0, 0))
 
     def _drop(self, replica: int) -> None:
         reading = self._reading.pop(replica, None)
         if reading is not None:
-            reading.reader.close()
+            reading.log.close()
+
+    @property
+    def remote(self) -> list[RemoteLog]:
+        """Those that somebody has to fetch from their nodes."""
+        return [reading.log for reading in self._readings if isinstance(reading.log, RemoteLog)]
 
     def close(self) -> None:
         """Now, or when the thread that was left behind with the files is done with them."""
@@ -155,13 +217,12 @@ class Merge:
         """Let batch() come to an end with what is there now, however fast the replicas write; until go_on()."""
         with self._using():
             for reading in self._readings:
-                reading.reader.stop_at_present_end()
+                reading.log.stop_at_present_end()
 
     def go_on(self) -> None:
         with self._using():
             for reading in self._readings:
-                reading.reader.go_on()
-                reading.seen = (0, -1)
+                reading.log.go_on()
 
     def news(self) -> list[Json]:
         """As batch(), but looks at sizes first: cheap enough to ask ten times a second."""
@@ -180,11 +241,13 @@ class Merge:
     def _batch(self) -> list[Json]:
         lines: list[Json] = []
         chars = 0
-        # From before the reading: what comes meanwhile is news next time.
-        sizes = {replica: newest_end(reading.wanted.directory) for replica, reading in self._reading.items()}
+        for reading in self._readings:
+            reading.log.look()
         queue = [(reading.at_utc, replica) for replica, reading in self._reading.items() if reading.peek()]
         heapify(queue)
-        while queue and len(lines) < BATCH_LINES and chars < BATCH_CHARS:
+        # What comes next of a log that is still on its way may be older than all that is here.
+        is_behind = any(reading.is_behind for reading in self._readings)
+        while queue and not is_behind and len(lines) < BATCH_LINES and chars < BATCH_CHARS:
             _, replica = queue[0]
             reading = self._reading[replica]
             assert reading.head is not None
@@ -196,9 +259,10 @@ class Merge:
                 heapreplace(queue, (reading.at_utc, replica))
             else:
                 heappop(queue)
-        if not queue:
-            for replica, size in sizes.items():
-                self._reading[replica].seen = size
+                is_behind = reading.is_behind
+        if not queue and not is_behind:
+            for reading in self._readings:
+                reading.log.was_read()
         return lines
 
     def rest(self) -> list[Json]:
@@ -207,7 +271,7 @@ class Merge:
             return [
                 self._document(reading, line)
                 for reading in sorted(self._readings, key=lambda reading: reading.wanted.replica)
-                for line in reading.reader.unfinished()
+                for line in reading.log.unfinished()
             ]
 
     def _document(self, reading: _Reading, line: LogLine) -> Json:

@@ -11,10 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from gpulayer import __version__
-from gpulayer.api.requests import Moment, moment_of
+from gpulayer.api.requests import LocalRoute, Moment, moment_of
 from gpulayer.core.placement.fit import free_of
 from gpulayer.wire.http import gpu_stock, resources_to_json
 
@@ -100,4 +99,4 @@ def _gauges(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple
     return family
 
 
-ROUTES = [Route("/metrics", metrics)]
+ROUTES = [LocalRoute("/metrics", metrics)]

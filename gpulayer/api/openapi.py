@@ -12,12 +12,12 @@ from functools import cache
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from gpulayer import __version__
+from gpulayer.api.authority import PEM
 from gpulayer.api.log_merge import REPLICAS_MAX as LOGS_REPLICAS_MAX
 from gpulayer.api.query import LIMIT_DEFAULT, LIMIT_MAX, Query
-from gpulayer.api.requests import answer
+from gpulayer.api.requests import LocalRoute, answer
 from gpulayer.api.schemas import ANSWERS, REQUESTS, TRUTH, array, number, one_of, ref, text, whole
 from gpulayer.api.streams import NDJSON, SSE
 from gpulayer.model.cluster import Role
@@ -270,12 +270,13 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/audit",
         id="audit",
         summary="What runs on the host against what should.",
+        query={"all": TRUTH | {"default": False, "description": "Of every node, and not only of the one asked."}},
         answers={200: _document(ref("Audit"), "Every difference.")},
     ),
     Operation(
         path="/v1/tokens",
         id="tokens",
-        summary="The API tokens, without their secrets.",
+        summary="The tokens of the API and of joining, without their secrets.",
         answers={200: _document(ref("Tokens"), "All of them.")},
     ),
     Operation(
@@ -290,13 +291,39 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(507,),
     ),
     Operation(
+        method="post",
+        path="/v1/join-tokens",
+        id="create_join_token",
+        summary="Make a token that lets hosts join the cluster.",
+        role="admin",
+        body="JoinTokenRequest",
+        answers={201: _document(ref("NewJoinToken"), "The only time that it is shown.")},
+        errors=(409, 507),
+    ),
+    Operation(
         method="delete",
         path="/v1/tokens/{token_id}",
         id="revoke_token",
-        summary="Refuse that token from now on.",
+        summary="Refuse that token from now on, of either kind.",
         role="admin",
         answers={204: {"description": "It is refused."}},
         errors=(404, 507),
+    ),
+    Operation(
+        path="/v1/cluster",
+        id="cluster",
+        summary="Who leads and who votes, how far the log is, and the keys by their ids.",
+        answers={200: _document(ref("Cluster"), "As it is agreed now.")},
+    ),
+    Operation(
+        method="post",
+        path="/v1/cluster/rotate-keys",
+        id="rotate_keys",
+        summary="Begin to replace the key that gossip is sealed with.",
+        role="admin",
+        body="Nothing",
+        answers={200: _document(ref("Keys"), "The new one is there, and used once every living node has it.")},
+        errors=(409, 507),
     ),
     Operation(
         method="post",
@@ -313,6 +340,14 @@ OPERATIONS: tuple[Operation, ...] = (
         id="openapi",
         summary="This document.",
         answers={200: _document({"type": "object"}, "OpenAPI 3.1.")},
+    ),
+    Operation(
+        path="/v1/ca",
+        id="ca",
+        summary="The certificate of the cluster's authority, in PEM: whose certificates its nodes have.",
+        role=None,
+        answers={200: {"description": "PEM.", "content": {PEM: {"schema": text()}}}},
+        errors=(404,),
     ),
     Operation(
         path="/healthz",
@@ -398,4 +433,4 @@ async def openapi(request: Request) -> Response:
     return answer(document())
 
 
-ROUTES = [Route("/v1/openapi.json", openapi, methods=["GET"])]
+ROUTES = [LocalRoute("/v1/openapi.json", openapi, methods=["GET"])]

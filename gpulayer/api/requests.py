@@ -7,8 +7,10 @@ from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from gpulayer.api.facade import NodeFacade
+from gpulayer.api.owners import Owners
 from gpulayer.api.problems import JSON
 from gpulayer.core.cluster.view import JobView, job_view
 from gpulayer.core.placement.plan import waiting_reasons
@@ -20,15 +22,23 @@ from gpulayer.wire.http import dump
 # Keys of the ASGI scope, set by app.py once a request may be served.
 MOMENTS = "gpulayer.moments"
 BODY = "gpulayer.body"
-TOKEN = "gpulayer.token"
-"""The id of the token that let the request in; not there on the trusted side."""
+ASKED_BY_PEER = "gpulayer.asked_by_peer"
+"""The RequestHead of a request that came from another node."""
+REFUSED_LATER = "gpulayer.refused_later"
+"""Waits until the token that let the request in is good no more; not there on the trusted side."""
+
+
+class LocalRoute(Route):
+    """Answered by whichever node is asked, from what it knows itself (facade.table(), its host). Any other route needs
+    the log: a node that does not have it passes the request on."""
 
 
 class Moment:
     """State and statuses as they were when it was made. A handler takes one and goes on with it."""
 
-    def __init__(self, node: NodeFacade, waiting: WaitingReasons) -> None:
+    def __init__(self, node: NodeFacade, owners: Owners, waiting: WaitingReasons) -> None:
         self.node = node
+        self.owners = owners
         self.version = node.version_of_view
         self.state: ClusterState = node.observed_state
         self.statuses: Mapping[AttemptId, ReplicaStatus] = node.statuses()
@@ -84,10 +94,11 @@ class Moments:
 
     def __init__(self, node: NodeFacade) -> None:
         self.node = node
+        self.owners = Owners(node)
         self._waiting = WaitingReasons(node)
 
     def now(self) -> Moment:
-        return Moment(self.node, self._waiting)
+        return Moment(self.node, self.owners, self._waiting)
 
 
 def moments_of(request: Request) -> Moments:

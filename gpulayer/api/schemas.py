@@ -24,9 +24,10 @@ from gpulayer.model.job import (
 )
 from gpulayer.model.node import ACCELERATOR_KINDS, GpuDetect
 from gpulayer.model.replica import ReplicaState
+from gpulayer.model.trust import JOIN_SECONDS, JOIN_SECONDS_MAX, JOIN_USES_MAX
 from gpulayer.model.units import DURATION_MAX, MIB_MAX
 from gpulayer.runtime.replica_logs import Kind
-from gpulayer.wire.http import TOKEN_LABEL, Json
+from gpulayer.wire.http import HOST, TOKEN_LABEL, Json
 
 # --- words to write them with -----------------------------------------------------------------------------------------
 
@@ -187,6 +188,14 @@ REQUESTS: dict[str, Json] = {
         ["role"],
         role=one_of(ROLES),
         label=text(pattern=f"^{TOKEN_LABEL.pattern}$", default=""),
+    ),
+    "JoinTokenRequest": closed(
+        uses=whole(1, JOIN_USES_MAX, "So many hosts.") | {"default": 1},
+        lasts_seconds=number(minimum=1, maximum=JOIN_SECONDS_MAX, default=JOIN_SECONDS),
+        advertise=text(
+            "The address that hosts are told to join by; left out, that of the node that answers.",
+            pattern=f"^\\[?{HOST.pattern}\\]?$",
+        ),
     ),
     "Leave": closed(stop_all=TRUTH | {"default": False, "description": "Stop what lives, instead of refusing."}),
 }
@@ -430,12 +439,50 @@ ANSWERS: dict[str, Json] = {
             )
         ),
     ),
-    "Tokens": record(tokens=array(record(**_TOKEN, created_at_utc=UTC))),
+    "Tokens": record(
+        tokens=array(
+            record(
+                id=text(),
+                role=one_of([*ROLES, "join"]),
+                label=text(),
+                created_at_utc=UTC,
+                uses_left=or_null(whole(description="Of a join token.")),
+                expires_at_utc=or_null(UTC),
+            )
+        )
+    ),
+    "NewJoinToken": record(
+        id=text(),
+        token=text("What the next host shows; it is not shown again."),
+        uses_left=whole(),
+        expires_at_utc=UTC,
+        seed=text("HOST:PORT to join by."),
+        bind=or_null(text("What the next host has to listen on; null: loopback.")),
+    ),
+    "Cluster": record(
+        cluster_id=text(),
+        leader=or_null(text()),
+        voters=array(text()),
+        standbys=array(text()),
+        term=whole(),
+        index=whole(),
+        generation=whole(),
+        nodes=whole(),
+        authority=or_null(text("sha256 of the certificate of the cluster's authority.")),
+        keys=ref("Keys"),
+    ),
+    "Keys": record(
+        version=whole(),
+        rotation=or_null(one_of(["installing", "using"])),
+        changed_at_utc=UTC,
+        ring=array(record(id=text(), installed_at_utc=UTC, seals=TRUTH)),
+    ),
     "NewToken": record(**_TOKEN, token=text("The secret; it is not shown again.")),
     "Audit": record(
         checked_at_utc=UTC,
         differences=array(
             record(
+                node=text("Its name."),
                 kind=text(),
                 text=text(),
                 pids=array(whole()),
@@ -446,6 +493,7 @@ ANSWERS: dict[str, Json] = {
         ),
         replicas_checked=whole(),
         processes_seen=whole(),
+        nodes=array(record(node=text("Its name."), error=or_null(text("Why it was not checked.")))),
     ),
     "Left": {
         "anyOf": [

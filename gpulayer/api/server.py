@@ -1,5 +1,7 @@
 """The sockets of the API, and hypercorn's HTTP/1.1 on them. Knows connections and their bounds, no request.
 
+On loopback it is plain HTTP; on any other address TLS, and nothing else: there is no switch, so nobody can forget it.
+
 The sockets are made before anything else of the daemon starts, so that a port in use is an error and not a half start.
 hypercorn's protocol is used below its own `serve`, for what that leaves open: how many connections there may be, a
 client that sends a body nobody reads, one that reads nothing, and an end within a second.
@@ -11,13 +13,16 @@ import errno
 import json
 import os
 import socket
+import ssl
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import h11
 import structlog
@@ -42,6 +47,10 @@ log = structlog.get_logger()
 
 # Each costs a descriptor and about 30 KB. A full TCP side leaves the unix socket, and so the local admin, in.
 CONNECTIONS_MAX = 512
+# Of these one address may have a part, where others than this host's own users come in.
+CONNECTIONS_PER_ADDRESS_MAX = 128
+# A handshake takes a few round trips; who needs longer for it keeps a place from others.
+HANDSHAKE_SECONDS_MAX = 5.0
 # A header must be there within this time, also the next one of a kept connection (hypercorn calls it keep-alive).
 HEADER_SECONDS_MAX = 10.0
 HEADER_BYTES_MAX = 32 * 1024
@@ -59,6 +68,13 @@ _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b"
 )
+_PLAIN = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+)
+
+Tls: TypeAlias = Callable[[], ssl.SSLContext]
+"""Asked for each connection, so that a certificate is replaced without a restart. Making one anew costs a millisecond;
+whoever gives it keeps it."""
 
 
 # --- the sockets ----------------------------------------------------------------------------------------------------
@@ -75,6 +91,11 @@ class BoundSockets:
     @property
     def port(self) -> int | None:
         return None if self.tcp is None else cast(int, self.tcp.getsockname()[1])
+
+    @property
+    def needs_tls(self) -> bool:
+        """Whether others than this host can come in."""
+        return self.tcp is not None and not ip_address(self.tcp.getsockname()[0].partition("%")[0]).is_loopback
 
 
 @contextmanager
@@ -183,15 +204,17 @@ async def serve(
     sockets: BoundSockets,
     *,
     shutdown: trio.Event,
+    tls: Tls | None = None,
     task_status: trio.TaskStatus[int | None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Until `shutdown` is set and what was under way has ended, a second at most. Reports the TCP port, if there is
-    one; then there is an `app_tcp`, too."""
+    one; then there is an `app_tcp`, too, and `tls` if others than this host can come in."""
+    assert tls is not None or not sockets.needs_tls, "nothing crosses a network in clear text"
     async with trio.open_nursery() as nursery:
-        sides = [_Side(app_trusted, sockets.unix, shutdown, nursery)]
+        sides = [_Side(app_trusted, sockets.unix, shutdown, nursery, None)]
         if sockets.tcp is not None:
             assert app_tcp is not None
-            sides.append(_Side(app_tcp, sockets.tcp, shutdown, nursery))
+            sides.append(_Side(app_tcp, sockets.tcp, shutdown, nursery, tls if sockets.needs_tls else None))
         accepting = [await nursery.start(side.accept) for side in sides]
         task_status.started(sockets.port)
         await shutdown.wait()
@@ -223,13 +246,17 @@ def _config() -> Config:
 class _Side:
     """One listening socket and its connections."""
 
-    def __init__(self, app: Starlette, listener: socket.socket, shutdown: trio.Event, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, app: Starlette, listener: socket.socket, shutdown: trio.Event, nursery: trio.Nursery, tls: Tls | None
+    ) -> None:
         self.context = WorkerContext(None)
         self.streams: set[_Stream] = set()
         self._app = ASGIWrapper(cast(Any, app))
         self._config = _config()
         self._listener = listener
         self._nursery = nursery
+        self._tls = tls
+        self._sources: Counter[str] = Counter()
         self._gone = trio.lowlevel.ParkingLot()
         # Handlers find it in scope["state"]: what streams without an end wait for beside their news.
         self._state = ConnectionState({"shutdown": shutdown})
@@ -243,13 +270,18 @@ class _Side:
             await trio.serve_listeners(self._handle, [listener], handler_nursery=self._nursery)
 
     async def _handle(self, connection: trio.SocketStream) -> None:
-        if len(self.streams) >= CONNECTIONS_MAX:
-            await _turn_away(connection)
+        source = _source_of(connection)
+        if len(self.streams) >= CONNECTIONS_MAX or (
+            self._tls is not None and self._sources[source] >= CONNECTIONS_PER_ADDRESS_MAX
+        ):
+            await _turn_away(connection, is_plain=self._tls is None)
             return
         stream = _Stream(connection)
         self.streams.add(stream)
+        self._sources[source] += 1
         try:
-            await _Connection(self._app, self._config, self.context, self._state, cast(Any, stream))
+            if self._tls is None or await stream.secure(self._tls()):
+                await _Connection(self._app, self._config, self.context, self._state, cast(Any, stream))
         except* (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
             pass  # the client is gone
         except* Exception:
@@ -257,6 +289,9 @@ class _Side:
             log.exception("api.connection_failed")
         finally:
             self.streams.discard(stream)
+            self._sources[source] -= 1
+            if not self._sources[source]:
+                del self._sources[source]
             self._gone.unpark_all()
             connection.socket.close()
 
@@ -273,20 +308,28 @@ class _Side:
             stream.abort()
 
 
-async def _turn_away(connection: trio.SocketStream) -> None:
-    body = json.dumps(
-        {
-            "code": "unreachable",
-            "message": f"{CONNECTIONS_MAX} connections are open, no more are taken",
-            "hint": "try again",
-        }
-    ).encode()
+def _source_of(connection: trio.SocketStream) -> str:
+    try:
+        name = connection.socket.getpeername()
+    except OSError:
+        return ""
+    return str(name[0]) if isinstance(name, tuple) else ""
+
+
+async def _turn_away(connection: trio.SocketStream, *, is_plain: bool) -> None:
+    if is_plain:  # a handshake for a refusal would cost more than the request
+        message = f"{CONNECTIONS_MAX} connections are open, no more are taken"
+        await _say(connection, _BUSY, {"code": "unreachable", "message": message, "hint": "try again"})
+    connection.socket.close()
+
+
+async def _say(connection: trio.SocketStream, answer: bytes, document: object) -> None:
+    body = json.dumps(document).encode()
     with trio.move_on_after(1):
         try:
-            await connection.send_all(_BUSY % (len(body), body))
-        except trio.BrokenResourceError:
+            await connection.send_all(answer % (len(body), body))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-    connection.socket.close()
 
 
 class _Stream:
@@ -297,7 +340,10 @@ class _Stream:
 
     def __init__(self, connection: trio.SocketStream) -> None:
         self.linger_seconds = LINGER_SECONDS
+        self.is_secure = False
         self._connection = connection
+        self._channel: trio.SocketStream | trio.SSLStream[trio.SocketStream] = connection
+        """What is sent and read; closing is the connection's, below it."""
         self._sending = trio.CancelScope()
         self._aborted = False
         self._closing = False
@@ -309,13 +355,28 @@ class _Stream:
     def socket(self) -> trio.socket.SocketType:
         return self._connection.socket
 
+    async def secure(self, context: ssl.SSLContext) -> bool:
+        """The TLS handshake; False where there came none in time."""
+        # Compatible: clients close without TLS's own words for it, and HTTP says itself what is whole.
+        channel = trio.SSLStream(self._connection, context, server_side=True, https_compatible=True)
+        with trio.move_on_after(HANDSHAKE_SECONDS_MAX):
+            try:
+                await channel.do_handshake()
+                self._channel, self.is_secure = channel, True
+            except trio.BrokenResourceError as error:
+                if isinstance(error.__cause__, ssl.SSLError) and error.__cause__.reason == "HTTP_REQUEST":
+                    message = "this port speaks TLS, and what came was plain HTTP"
+                    document = {"code": "invalid_request", "message": message, "hint": "use https:// in the URL"}
+                    await _say(self._connection, _PLAIN, document)
+        return self.is_secure
+
     async def send_all(self, data: bytes) -> None:
         if self._aborted:
             raise trio.BrokenResourceError
         # A scope of its own for each call, so that one that was cancelled is never entered again.
         self._sending = trio.CancelScope()
         with self._sending as scope:
-            await self._connection.send_all(data)
+            await self._channel.send_all(data)
         if scope.cancelled_caught:
             raise trio.BrokenResourceError
 
@@ -323,7 +384,7 @@ class _Stream:
         self._is_reading = True
         try:
             while True:
-                data = bytes(await self._connection.receive_some(max_bytes))
+                data = bytes(await self._channel.receive_some(max_bytes))
                 if not data:
                     self._peer_ended.set()
                 if not self._closing:
@@ -385,7 +446,7 @@ class _Connection(TCPServer):
                     self.context,
                     task_group,
                     ConnectionState(self.state),
-                    False,
+                    server_stream.is_secure,
                     client,
                     server,
                     self.protocol_send,
@@ -401,10 +462,10 @@ class _Connection(TCPServer):
 
 def _origin_form(target: bytes) -> bytes:
     """A client that takes us for a proxy sends the whole URL, and a server has to take it (RFC 9112 §3.2.2)."""
-    if target[:7].lower() != b"http://":
+    scheme, separator, rest = target.partition(b"://")
+    if not separator or scheme.lower() not in (b"http", b"https"):
         return target
-    path = target[7:].partition(b"/")[2]
-    return b"/" + path
+    return b"/" + rest.partition(b"/")[2]
 
 
 class _Protocol(ProtocolWrapper):

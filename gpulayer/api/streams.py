@@ -18,10 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gpulayer.api.facade import NodeFacade
-from gpulayer.api.requests import TOKEN, node_of
+from gpulayer.api.requests import REFUSED_LATER
 from gpulayer.model.errors import GpulayerError
-from gpulayer.model.ids import TokenId
 from gpulayer.wire.http import dump
 
 log = structlog.get_logger()
@@ -81,7 +79,6 @@ class Stream(Response):
         self.background = None
         self._sse = wants_sse(request)
         self._source = source
-        self._node = node_of(request)
         self._afterwards = afterwards
         self.init_headers(
             {
@@ -98,8 +95,8 @@ class Stream(Response):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
                 nursery.start_soon(_cancel_when_stopping, scope, nursery.cancel_scope)
-                if TOKEN in scope:
-                    nursery.start_soon(_cancel_when_revoked, self._node, scope[TOKEN], nursery.cancel_scope)
+                if REFUSED_LATER in scope:
+                    nursery.start_soon(_cancel_when_revoked, scope[REFUSED_LATER], nursery.cancel_scope)
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if scope["method"] != "HEAD":
                     await self._send_all(send)
@@ -153,11 +150,9 @@ async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _cancel_when_revoked(node: NodeFacade, token: TokenId, cancel_scope: trio.CancelScope) -> None:
+async def _cancel_when_revoked(refused: Callable[[], Awaitable[None]], cancel_scope: trio.CancelScope) -> None:
     """A token that is refused from now on gets nothing more out of what it began before."""
-    seen = node.version_of_view
-    while token in node.state.tokens:
-        seen = await node.wait_for_change(seen)
+    await refused()
     cancel_scope.cancel()
 
 

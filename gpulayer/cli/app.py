@@ -33,7 +33,9 @@ _COMMANDS = {
     "status": ("gpulayer.cli.cluster:status", "The cluster on one screen."),
     "submit": ("gpulayer.cli.submit:submit", "Hand in a command: a batch, or with --service one that is kept running."),
     "events": ("gpulayer.cli.cluster:events", "The event feed: every change once, with an offset to go on from."),
-    "audit": ("gpulayer.cli.cluster:audit", "Compare what runs with what should; exit code 1 on any difference."),
+    "audit": ("gpulayer.cli.audit:audit", "Compare what runs with what should; exit code 1 on any difference."),
+    "login": ("gpulayer.cli.login:login", "Talk to a cluster from elsewhere: keep its CA and a token."),
+    "logout": ("gpulayer.cli.login:logout", "Forget a cluster's CA and token."),
     "leave": ("gpulayer.cli.leave:leave", "Let the daemon leave and end; refused while replicas run."),
     "completion": ("gpulayer.cli.completion:completion", "Print, or install, the completion for bash, zsh or fish."),
 }
@@ -59,8 +61,18 @@ _GROUPS = {
             "list": ("gpulayer.cli.resources:resources_list", "Stock over the cluster: idle and all, by model."),
         },
     ),
+    "cluster": (
+        "Who leads, and the keys that the cluster has.",
+        {
+            "status": ("gpulayer.cli.agreement:cluster_status", "Leader, voters, term and index of the log, keys."),
+            "rotate-keys": (
+                "gpulayer.cli.agreement:cluster_rotate_keys",
+                "Replace the key that gossip is sealed with.",
+            ),
+        },
+    ),
     "token": (
-        "API tokens, for clients that do not use the daemon's socket.",
+        "Tokens: for clients that do not use the daemon's socket, and for hosts that join.",
         {
             "create": ("gpulayer.cli.tokens:token_create", "Make a token and print it; it is never shown again."),
             "list": ("gpulayer.cli.tokens:token_list", "Tokens by id, role and label; never the secrets."),

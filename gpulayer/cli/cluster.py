@@ -1,4 +1,4 @@
-"""gpulayer status, events, audit: the cluster as a whole."""
+"""gpulayer status, events: the cluster as a whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.render import (
     Row,
     clean,
-    counted,
     fitted_table,
     gpus_of,
-    note,
     pairs,
     reason_text,
     say,
@@ -166,29 +164,3 @@ def say_events(found: Iterable[dict[str, Any]], *, json: bool, follow: bool, off
         offset = event["offset"] if offsets else ""
         words = (offset, utc(event["at_utc"]), subject, event["node"], clean(event["text"]))
         (say_now if follow else say)(" ".join(str(word) for word in words if word))
-
-
-def audit(*, json: bool = False, connection: Connection = LOCAL) -> int:
-    """Compare what runs on the host with what should; exit code 1 on any difference.
-
-    Parameters
-    ----------
-    json
-        One JSON document.
-    """
-    found = connection.client().audit()
-    differences = found["differences"]
-    if json:
-        say_json(found)
-        return 1 if differences else 0
-    for difference in differences:
-        pids = ",".join(str(pid) for pid in difference["pids"])
-        say(f"{difference['kind']}: {clean(difference['text'])}{pids and f' (pid {pids})'}")
-        if difference["hint"]:
-            note(f"hint: {clean(difference['hint'])}")
-    count = len(differences)
-    say(
-        f"{counted(count, 'difference')}; {counted(found['replicas_checked'], 'replica')} and "
-        f"{counted(found['processes_seen'], 'process', 'processes')} checked"
-    )
-    return 1 if differences else 0

@@ -18,12 +18,14 @@ _GROUP = Group("Which daemon", sort_key=100)
 @Parameter(name="*", group=_GROUP)
 @dataclass(frozen=True)
 class Connection:
-    """Left out, all three: $GPULAYER_URL, else the unix socket of this user's daemon."""
+    """Left out, all three: $GPULAYER_URL, else the unix socket of this user's daemon, else the cluster that this user
+    is logged in to."""
 
     url: Annotated[
-        str | None, Parameter(help="http://127.0.0.1:7450 or unix:///path/gpulayer.sock ($GPULAYER_URL).")
+        str | None,
+        Parameter(help="https://HOST:7450, http://127.0.0.1:7450 or unix:///path/gpulayer.sock ($GPULAYER_URL)."),
     ] = None
-    token: Annotated[str | None, Parameter(help="API token, for http only ($GPULAYER_TOKEN).")] = None
+    token: Annotated[str | None, Parameter(help="API token, for http and https ($GPULAYER_TOKEN).")] = None
     data_dir: Annotated[
         str | None, Parameter(help="Data directory of the daemon on this host ($GPULAYER_DATA_DIR).")
     ] = None

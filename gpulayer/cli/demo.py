@@ -209,7 +209,8 @@ def _daemon(directory: Path) -> Iterator[Client]:
     config = directory / "gpulayer.toml"
     config.touch()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")}
-    words = ("up", "--data-dir", str(data_dir), "--config", str(config), "--api-port", "0", "--name", "demo")
+    ports = ("--api-port", "0", "--peer-port", "0")
+    words = ("up", "--data-dir", str(data_dir), "--config", str(config), *ports, "--name", "demo")
     with open(directory / "daemon.log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "gpulayer", *words],

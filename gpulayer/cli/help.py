@@ -17,13 +17,15 @@ _LABEL_WIDTH_MAX = 28
 
 # What stands for the value of an option, where "text" says too little.
 _VALUES = {
-    "DURATION": "--timeout --start-timeout --stop-grace --wait",
+    "DURATION": "--timeout --start-timeout --stop-grace --wait --for",
     "SIZE": "--gpu-memory --memory",
-    "N": "--gpus --cpus --replicas --replica --max-restarts --retry-max-attempts --priority --tail --run --api-port",
-    "FILE": "--file --env-file --config",
+    "N": "--gpus --cpus --replicas --replica --max-restarts --retry-max-attempts --priority --tail --run --api-port "
+    "--peer-port --uses",
+    "FILE": "--file --env-file --config --token-file",
     "DIR": "--workdir --data-dir",
     "NAME": "--name --vendor --stop-signal",
     "ADDRESS": "--bind --advertise",
+    "HOST[:PORT]": "--join",
     "PATTERN": "--gpu-model",
     "URL": "--url",
     "TOKEN": "--token",

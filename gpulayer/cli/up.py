@@ -22,6 +22,10 @@ def up(
     bind: str | None = None,
     advertise: str | None = None,
     api_port: int | None = None,
+    peer_port: int | None = None,
+    join: Annotated[tuple[str, ...], Parameter(name="--join")] = (),
+    token: str | None = None,
+    token_file: str | None = None,
     name: str | None = None,
     label: Annotated[tuple[str, ...], Parameter(name="--label")] = (),
     log_format: Literal["auto", "json", "text"] | None = None,
@@ -29,6 +33,7 @@ def up(
 ) -> int:
     """Run the daemon of this host, in the foreground, until SIGTERM or Ctrl-C; replicas go on without it.
 
+    In an empty data directory it makes a new cluster, or with --join becomes a node of another one.
     Flags win over $GPULAYER_* and those over the configuration file.
 
     Parameters
@@ -38,11 +43,19 @@ def up(
     config
         Configuration file (default /etc/gpulayer/gpulayer.toml, if it is there).
     bind
-        Address to listen on, loopback only in this version (default 127.0.0.1).
+        Address to listen on, 0.0.0.0 or :: for all (default 127.0.0.1). Beyond loopback it speaks TLS only.
     advertise
-        Address that endpoints carry (default: that of --bind).
+        Address that other hosts reach this one at (default: that of --bind, or that of the way to the others).
     api_port
         Port of the HTTP API on that address, 0 for any that is free (default 7450).
+    peer_port
+        Port for other nodes on that address, TCP and UDP, 0 for any that is free (default 7451).
+    join
+        HOST[:PORT] of a node whose cluster to join; repeat it for several.
+    token
+        From `gpulayer token create --join`. As ps shows it to everybody, better $GPULAYER_JOIN_TOKEN or --token-file.
+    token_file
+        A file that has the token in it.
     name
         Name of this node (default: the host's).
     label
@@ -50,7 +63,7 @@ def up(
     log_format
         How it logs to stderr: auto and text are for people, json is a document a line (default auto).
     abandon_state
-        Start although the state in the data directory cannot be read; it is put aside, and jobs are forgotten.
+        Put aside what is in the data directory and start as a new node: its jobs and its cluster are forgotten.
     """
     from gpulayer.node.config import UpOptions
     from gpulayer.node.daemon import run
@@ -63,6 +76,10 @@ def up(
             bind=bind,
             advertise=advertise,
             api_port=api_port,
+            peer_port=peer_port,
+            join=join,
+            join_token=token,
+            join_token_file=token_file,
             name=name,
             config=config,
             labels=tuple(key_value("label", text) for text in label),

@@ -163,16 +163,32 @@ class Client:
         return self._follow(calls.events(after, follow))
 
     async def tokens(self) -> list[Document]:
-        """Id, role, label and time of each API token; never the secret."""
+        """Id, role (`join`: lets hosts join), label and time of each token, uses left and expiry of those that let
+        hosts join; never the secret."""
         return await self._call(calls.tokens())
 
     async def create_token(self, role: Literal["admin", "submit", "read"], label: str = "") -> Document:
         """A new token: `id`, `role`, `label`, and `token`, the secret, which is never shown again."""
         return await self._call(calls.create_token(role, label))
 
+    async def create_join_token(self, *, uses: int = 1, lasts_seconds: float = 3600.0, advertise: str = "") -> Document:
+        """A token that lets `uses` hosts join: `id`, `token`, which is never shown again, `expires_at_utc`; `seed`, the
+        HOST:PORT to join by, and `bind`, what the host has to listen on (None: loopback). `advertise`: the host of the
+        seed, where it is not the one that the node advertises. Raises Refused where no other host reaches the node."""
+        return await self._call(calls.create_join_token(uses, lasts_seconds, advertise))
+
     async def revoke_token(self, token_id: str) -> None:
         """From now on that token is refused. Raises NotFound."""
         await self._call(calls.revoke_token(token_id))
+
+    async def cluster(self) -> Document:
+        """Who leads and who votes, `term` and `index` of the log, and the gossip keys: `keys`, by id and state."""
+        return await self._call(calls.cluster())
+
+    async def rotate_keys(self) -> Document:
+        """Begin to replace the gossip key; the keys as `cluster` has them. Raises Refused while another rotation goes
+        on."""
+        return await self._call(calls.rotate_keys())
 
     def leave(self, stop_all: bool = False) -> AsyncGenerator[Document, None]:
         """Let the daemon leave and end; yields `{"state": "stopping", "left": N}` and at last `{"state": "left"}`.

@@ -22,18 +22,19 @@ from gpulayer.client.exchange import (
     ANSWER_BYTES_MAX,
     ANSWER_SECONDS_MAX,
     CONNECT_SECONDS_MAX,
+    NoAnswer,
     connectable,
     document_in,
     encoded,
     error_in,
     no_answer,
     not_connected,
-    request_headers,
     understanding,
 )
 from gpulayer.client.stream import Absence, Following, Lines, StreamLost
 from gpulayer.client.transport import pid_behind
-from gpulayer.model.errors import Unreachable
+from gpulayer.client.ways import Way, Ways, wrong_authority
+from gpulayer.model.errors import GpulayerError, PermissionDenied, Unreachable
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class AsyncTransport:
 
     def __init__(self, address: Address, token: str | None) -> None:
         self.address = address
-        self._headers = request_headers(address, token)
+        self._ways = Ways(address, token)
 
     async def call(self, call: Call[T]) -> T:
         """What is answered; raises what the answer says went wrong."""
@@ -84,16 +85,34 @@ class AsyncTransport:
         self, asked: Call[Any] | Feed[Any], path: str, seconds: float = ANSWER_SECONDS_MAX
     ) -> AsyncGenerator[httpx.Response, None]:
         """Ask, and give the answer once it has begun and is a good one; its connection is closed with the block."""
-        request = self._request(asked, path)
         async with AsyncExitStack() as stack:
-            with self._answering(seconds), self._socket_name() as uds:
-                transport = await stack.enter_async_context(httpx.AsyncHTTPTransport(uds=uds, verify=_NO_TLS))
-                response = await transport.handle_async_request(request)
+            response = await self._sent(asked, path, seconds, stack)
             if response.status_code >= 400:
                 with self._answering():
                     failed = await _whole(response, seconds)
                 raise error_in(failed, response.status_code)
             yield response
+
+    async def _sent(
+        self, asked: Call[Any] | Feed[Any], path: str, seconds: float, stack: AsyncExitStack
+    ) -> httpx.Response:
+        """The answer over the first way on which there is one to be had; what it needs is closed with the stack."""
+        failed: list[GpulayerError] = []
+        for way in self._ways:
+            verify = _NO_TLS if way.trust is None else way.context
+            request = self._request(way, asked, path)
+            try:
+                with self._answering(seconds, way), self._socket_name() as uds:
+                    transport = await stack.enter_async_context(httpx.AsyncHTTPTransport(uds=uds, verify=verify))
+                    response = await transport.handle_async_request(request)
+            except NoAnswer:
+                raise
+            except (PermissionDenied, Unreachable) as error:
+                failed.append(error)
+                continue
+            self._ways.led_there(way)
+            return response
+        raise self._ways.nowhere(failed)
 
     async def peer_pid(self) -> int | None:
         """The process behind the socket, where there is one."""
@@ -103,15 +122,15 @@ class AsyncTransport:
             async with await anyio.connect_unix(name) as stream:
                 return pid_behind(stream.extra(SocketAttribute.raw_socket))
 
-    def _request(self, asked: Call[Any] | Feed[Any], path: str) -> httpx.Request:
-        headers = self._headers | {"Connection": "close"} | (dict(asked.headers) if isinstance(asked, Call) else {})
+    def _request(self, way: Way, asked: Call[Any] | Feed[Any], path: str) -> httpx.Request:
+        headers = way.headers | {"Connection": "close"} | (dict(asked.headers) if isinstance(asked, Call) else {})
         content = None
         if asked.body is not None:
             content = encoded(asked.body)
             headers["Content-Type"] = "application/json"
         # `target`: the path as it is; httpx takes `/v1/jobs/..` for `/v1/`.
         extensions = {"target": path.encode("ascii"), "timeout": {"connect": CONNECT_SECONDS_MAX}}
-        base = "http://localhost" if isinstance(self.address, UnixSocket) else str(self.address)
+        base = "http://localhost" if isinstance(way.address, UnixSocket) else str(way.address)
         return httpx.Request(asked.method, base + path, headers=headers, content=content, extensions=extensions)
 
     @contextmanager
@@ -123,17 +142,20 @@ class AsyncTransport:
             yield None
 
     @contextmanager
-    def _answering(self, seconds: float = math.inf) -> Iterator[None]:
+    def _answering(self, seconds: float = math.inf, way: Way | None = None) -> Iterator[None]:
         """While the daemon owes an answer; says what it means that there is none."""
+        address = self.address if way is None else way.address
         try:
             with anyio.fail_after(seconds):
                 yield
         except TimeoutError as error:
-            raise no_answer(self.address, in_time=False) from error
+            raise no_answer(address, in_time=False) from error
         except (httpx.ConnectError, httpx.ConnectTimeout, OSError) as error:
-            raise not_connected(self.address, _os_error(error)) from error
+            if way is not None and way.trust is not None and _is_of_another(error):
+                raise wrong_authority(way) from error
+            raise not_connected(address, _os_error(error)) from error
         except httpx.TransportError as error:
-            raise no_answer(self.address, in_time=True) from error
+            raise no_answer(address, in_time=True) from error
 
 
 async def _documents(response: httpx.Response, following: Following) -> AsyncGenerator[Any, None]:
@@ -186,6 +208,14 @@ async def _chunks(response: httpx.Response) -> AsyncGenerator[AsyncIterator[byte
             await response.extensions["network_stream"].aclose()
             async for _ in chunks:
                 pass
+
+
+def _is_of_another(error: BaseException) -> bool:
+    """Whether its certificate was issued by somebody else."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ssl.SSLCertVerificationError):
+        found = found.__cause__ or found.__context__
+    return found is not None
 
 
 def _os_error(error: BaseException) -> OSError:

@@ -102,7 +102,7 @@ def resources() -> Call[Document]:
 
 
 def audit() -> Call[Document]:
-    return Call(path="/v1/audit", read=_document)
+    return Call(path="/v1/audit?all=1", read=_document)
 
 
 def tokens() -> Call[list[Document]]:
@@ -113,8 +113,21 @@ def create_token(role: str, label: str) -> Call[Document]:
     return Call(method="POST", path="/v1/tokens", body={"role": role, "label": label}, read=_document)
 
 
+def create_join_token(uses: int, lasts_seconds: float, advertise: str) -> Call[Document]:
+    body = {"uses": uses, "lasts_seconds": lasts_seconds, **({"advertise": advertise} if advertise else {})}
+    return Call(method="POST", path="/v1/join-tokens", body=body, read=_document)
+
+
 def revoke_token(token_id: str) -> Call[None]:
     return Call(method="DELETE", path=f"/v1/tokens/{_segment(token_id, 'token')}", read=lambda answer: None)
+
+
+def cluster() -> Call[Document]:
+    return Call(path="/v1/cluster", read=_document)
+
+
+def rotate_keys() -> Call[Document]:
+    return Call(method="POST", path="/v1/cluster/rotate-keys", body={}, read=_document)
 
 
 def leave(stop_all: bool) -> Feed[Document]:
@@ -229,7 +242,8 @@ class Repetition:
 
     def pause_after(self, error: Unreachable) -> float:
         """Seconds until the next try. Raises the error where there is to be none."""
-        self._was_sent = self._was_sent or isinstance(error, NoAnswer)
+        # The code is a node's word for it, of the one that it passed the request on to.
+        self._was_sent = self._was_sent or isinstance(error, NoAnswer) or error.code == "no_answer"
         delay_seconds = next(self._delays_seconds, None)
         # Nothing was sent where nobody ever listened, so there is nothing to repeat.
         if delay_seconds is None or not self._was_sent:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpulayer.client.address import Address, Loopback, UnixSocket
+from gpulayer.client.address import Address, Loopback, Secure, UnixSocket
 from gpulayer.model.errors import GpulayerError, InvalidRequest, PermissionDenied, Unreachable
 from gpulayer.model.places import API_PORT, SOCKET_NAME
 
@@ -32,9 +32,9 @@ class NoAnswer(Unreachable):
 
 def request_headers(address: Address, token: str | None) -> dict[str, str]:
     """What every request to that daemon carries."""
-    host = str(address).removeprefix("http://") if isinstance(address, Loopback) else "localhost"
+    host = "localhost" if isinstance(address, UnixSocket) else str(address).partition("://")[2]
     headers = {"Accept": "application/json", "Host": host}
-    if token and isinstance(address, Loopback):
+    if token and not isinstance(address, UnixSocket):
         # The socket needs no token: whoever may open it is the admin.
         headers["Authorization"] = f"Bearer {_checked_token(token)}"
     return headers
@@ -79,7 +79,10 @@ def error_in(content: bytes, status: int) -> GpulayerError:
     error = error_from_json(document, status)
     if status == 401:
         # The node speaks of headers; people do not write those.
-        error.hint = "give --token or set GPULAYER_TOKEN; gpulayer token create, on the node itself, makes one"
+        error.hint = (
+            "give --token, set GPULAYER_TOKEN or log in again (gpulayer login URL); gpulayer token create, on the node "
+            "itself, makes one"
+        )
     return error
 
 
@@ -109,6 +112,8 @@ def start_hint(address: Address) -> str:
             is_default = directory in ("/var/lib/gpulayer", os.path.expanduser("~/.local/state/gpulayer"))
             command = "gpulayer up" if is_default else f"gpulayer up --data-dir {directory}"
             return f"start it with: {command}; one that was just started answers in a second"
+        case Secure():
+            return "is a daemon running there, with --bind, and is its port open to this host?"
         case Loopback(port=port) if port != API_PORT:
             return f"check the port in the URL: a daemon listens on {API_PORT}, or on what its --api-port says"
         case _:

@@ -1,4 +1,4 @@
-"""Sends calls with http.client, over a unix socket or loopback, with every wait bounded and every failure a
+"""Sends calls with http.client, over a unix socket, loopback or TLS, with every wait bounded and every failure a
 GpulayerError.
 
 http.client, because a command line is over sooner than httpx is imported. A connection is made per request; on one host
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
-from gpulayer.client.address import Address, Loopback, UnixSocket
+from gpulayer.client.address import Address, Loopback, Secure, UnixSocket
 from gpulayer.client.calls import Call, Feed
 from gpulayer.client.exchange import (
     ANSWER_BYTES_MAX,
@@ -29,11 +30,11 @@ from gpulayer.client.exchange import (
     error_in,
     no_answer,
     not_connected,
-    request_headers,
     understanding,
 )
 from gpulayer.client.stream import Absence, Following, Lines, StreamLost
-from gpulayer.model.errors import Unreachable
+from gpulayer.client.ways import Way, Ways, wrong_authority
+from gpulayer.model.errors import GpulayerError, PermissionDenied, Unreachable
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Transport:
 
     def __init__(self, address: Address, token: str | None) -> None:
         self.address = address
-        self._headers = request_headers(address, token)
+        self._ways = Ways(address, token)
 
     def call(self, call: Call[T]) -> T:
         """What is answered; raises what the answer says went wrong."""
@@ -95,11 +96,11 @@ class Transport:
 
     def open(self, asked: Call[Any] | Feed[Any], path: str, seconds: float = ANSWER_SECONDS_MAX) -> Open:
         """Ask, and return once the answer has begun and is a good one; the caller reads and closes."""
-        connection = self._connected()
+        connection, way = self._connected()
         try:
             connection.sock.settimeout(seconds)
             connected = connection.sock
-            headers = self._headers | (dict(asked.headers) if isinstance(asked, Call) else {})
+            headers = way.headers | (dict(asked.headers) if isinstance(asked, Call) else {})
             content = None
             if asked.body is not None:
                 content = encoded(asked.body)
@@ -122,25 +123,26 @@ class Transport:
         """The process behind the socket, where there is one: the kernel says it (SO_PEERCRED, unix(7))."""
         if not isinstance(self.address, UnixSocket):
             return None
-        connection = self._connected()
+        connection, _ = self._connected()
         try:
             return pid_behind(connection.sock)
         finally:
             connection.close()
 
-    def _connected(self) -> http.client.HTTPConnection:
-        # The name is only for http.client, which puts it nowhere: the Host header is our own.
-        connection = http.client.HTTPConnection("localhost", timeout=CONNECT_SECONDS_MAX)
-        try:
-            match self.address:
-                case UnixSocket(path=path):
-                    connection.sock = _connect_unix(path)
-                case Loopback(host=host, port=port):
-                    connection.sock = socket.create_connection((host, port), timeout=CONNECT_SECONDS_MAX)
-                    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            raise not_connected(self.address, error) from error
-        return connection
+    def _connected(self) -> tuple[http.client.HTTPConnection, Way]:
+        failed: list[GpulayerError] = []
+        for way in self._ways:
+            try:
+                connected = _connect(way)
+            except (PermissionDenied, Unreachable) as error:
+                failed.append(error)
+                continue
+            self._ways.led_there(way)
+            # The name is only for http.client, which puts it nowhere: the Host header is our own.
+            connection = http.client.HTTPConnection("localhost", timeout=CONNECT_SECONDS_MAX)
+            connection.sock = connected
+            return connection, way
+        raise self._ways.nowhere(failed)
 
     def _no_answer(self, error: Exception) -> NoAnswer:
         return no_answer(self.address, in_time=not isinstance(error, TimeoutError))
@@ -181,6 +183,38 @@ def _whole(response: http.client.HTTPResponse) -> bytes:
     if response.length:
         raise http.client.IncompleteRead(content, response.length)
     return content
+
+
+def _connect(way: Way) -> socket.socket:
+    try:
+        match way.address:
+            case UnixSocket(path=path):
+                return _connect_unix(path)
+            case Loopback(host=host, port=port):
+                return _connect_tcp(host, port)
+            case Secure():
+                return _connect_tls(way)
+            case _:
+                assert_never(way.address)
+    except ssl.SSLCertVerificationError as error:
+        raise wrong_authority(way) from error
+    except OSError as error:
+        raise not_connected(way.address, error) from error
+
+
+def _connect_tcp(host: str, port: int) -> socket.socket:
+    connected = socket.create_connection((host, port), timeout=CONNECT_SECONDS_MAX)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def _connect_tls(way: Way) -> socket.socket:
+    connected = _connect_tcp(*way.endpoint)
+    try:
+        return way.context.wrap_socket(connected, server_hostname=way.endpoint[0])
+    except BaseException:
+        connected.close()
+        raise
 
 
 def _connect_unix(path: str) -> socket.socket:

@@ -5,8 +5,12 @@ does). node/ feeds it: the orders for this node whenever the log changes them, o
 the supervisor reports.
 
 Nothing is started, stopped or discarded before both the first OrdersChanged and AttemptsFound were heard: with half of
-the picture a daemon starts a second copy of what runs already, or ends what is wanted. The first OrdersChanged must
-therefore hold current orders, not those of a log that is still being replayed: P4 starts there.
+the picture a daemon starts a second copy of what runs already, or ends what is wanted.
+
+Nor is anything begun or stopped by orders that are not current (P4): a replica that waits may be placed elsewhere by
+now, and one that was taken back may be wanted. What runs is adopted from them and looked after by its policy, restarts
+of services included (P10). What else was found here is left alone until orders are current, and what happens to it
+meanwhile is kept, so that it is judged then as it is.
 """
 
 from __future__ import annotations
@@ -28,14 +32,19 @@ from gpulayer.core.replica.messages import (
     AttemptsFound,
     Discard,
     FoundAttempt,
+    FoundRun,
     Order,
     OrdersChanged,
+    Owed,
     ReplicaEffect,
     ReplicaEvent,
     Report,
+    ReportAccepted,
     ReportRefused,
     ReportReleased,
     RestartRequested,
+    RunExited,
+    ShimDied,
     StopRun,
     TreeGone,
     Unkillable,
@@ -43,7 +52,7 @@ from gpulayer.core.replica.messages import (
 )
 from gpulayer.core.replica.reasons import unkillable
 from gpulayer.model.ids import AttemptId, NodeId
-from gpulayer.model.replica import Reason, ReplicaStatus
+from gpulayer.model.replica import Exit, Reason, ReplicaStatus
 from gpulayer.model.units import NEVER, Instant
 
 # A commit takes milliseconds, an election one to two seconds: what the log does not show after five was not proposed,
@@ -59,6 +68,10 @@ CLOSED_MAX = 200
 
 _NO_ORDER = Reason(code="cancelled", text="no order for it: it was ended, or moved, while this node was away")
 _END_KNOWN = Reason(code="replica_ended", text="its end is in the log already")
+_NOT_CURRENT = Reason(
+    code="no_current_orders",
+    text="found when this daemon started; what becomes of it is known when the leader is heard",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +82,7 @@ class _Attempt:
     life: Lifecycle
     is_ordered: bool = True
     reported: Instant | None = None
-    """When its end was last said."""
+    """When what is owed was last said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,43 @@ class _Leftover:
     pids_unkillable: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Found at the start, and not yet judged: as it is by the events since then."""
+
+    attempt: FoundAttempt
+    at: Instant
+
+    def after(self, event: ReplicaEvent) -> _Found:
+        last = self.attempt.last
+        if last is None:
+            return self
+        match event:
+            case RunExited(exit=exit) if exit.run == last.run:
+                return self._with(replace(last, alive=False, exit=exit))
+            case TreeGone(run=run) if run == last.run:
+                return self._with(replace(last, alive=False, gone=True))
+            case ShimDied(run=run, at_utc=at_utc) if run == last.run:
+                # The shell is ending what it left; nobody sees how.
+                uptime = max(0.0, at_utc - last.started_at_utc)
+                exit = Exit(run=run, ended_by="supervisor_killed", ended_at_utc=at_utc, uptime_seconds=uptime)
+                dead = replace(self, attempt=replace(self.attempt, shim_alive=False))
+                return dead._with(replace(last, alive=False, exit=last.exit or exit))
+            case _:
+                return self
+
+    def at_now(self, now: Instant) -> FoundAttempt:
+        last, first, waited = self.attempt.last, self.attempt.first_started_seconds_ago, now - self.at
+        return replace(
+            self.attempt,
+            first_started_seconds_ago=first + waited if first is not None else None,
+            last=replace(last, started_seconds_ago=last.started_seconds_ago + waited) if last is not None else None,
+        )
+
+    def _with(self, last: FoundRun) -> _Found:
+        return replace(self, attempt=replace(self.attempt, last=last))
+
+
 @dataclass(slots=True)
 class Agent:
     """The table of this node. `advertise` is the address that endpoints carry."""
@@ -88,7 +138,8 @@ class Agent:
     node: NodeId
     advertise: str
     _orders: Mapping[AttemptId, Order] | None = field(default=None, init=False)
-    _found: tuple[FoundAttempt, ...] | None = field(default=None, init=False)
+    _is_current: bool = field(default=False, init=False)
+    _found: dict[AttemptId, _Found] | None = field(default=None, init=False)
     _attempts: dict[AttemptId, _Attempt] = field(default_factory=dict, init=False)
     _leftovers: dict[AttemptId, _Leftover] = field(default_factory=dict, init=False)
     _closed: dict[AttemptId, tuple[tuple[Instant, str], ...]] = field(default_factory=dict, init=False)
@@ -105,15 +156,15 @@ class Agent:
 
     def step(self, event: AgentEvent, now: Instant) -> list[AgentEffect]:
         match event:
-            case OrdersChanged(orders=orders):
-                had_begun = self.has_begun
+            case OrdersChanged(orders=orders, is_current=is_current):
                 self._orders = {o.assignment.id: o for o in orders if o.assignment.node == self.node}
-                return self._follow_orders(now) if had_begun else self._begin(now)
+                self._is_current = is_current
+                return self._follow_orders(now)
             case AttemptsFound(found=found):
                 if self._found is not None:
                     return []  # once; what runs since then is in the table
-                self._found = found
-                return self._begin(now)
+                self._found = {each.attempt: _Found(attempt=each, at=now) for each in found}
+                return self._follow_orders(now)
             case AttemptEvent(attempt=attempt_id, event=replica_event):
                 return self._attempt_event(attempt_id, replica_event, now)
             case Tick():
@@ -129,6 +180,15 @@ class Agent:
             told[attempt_id] = ReplicaStatus(
                 attempt=attempt_id, state="stopping", reason=stuck or _NO_ORDER, run=leftover.run, pid=leftover.pid
             )
+        for attempt_id, found in (self._found or {}).items() if self.has_begun else ():
+            if (last := found.attempt.last) is not None and not last.gone:
+                told[attempt_id] = ReplicaStatus(
+                    attempt=attempt_id,
+                    state="stopping" if last.stopping else "unready",
+                    reason=_NOT_CURRENT,
+                    run=last.run,
+                    pid=last.pid if last.alive else None,
+                )
         return dict(sorted(told.items()))
 
     def history(self, attempt: AttemptId) -> tuple[tuple[Instant, str], ...]:
@@ -140,6 +200,8 @@ class Agent:
         """What must hold between two steps."""
         assert self.has_begun or not (self._attempts or self._leftovers)
         assert not self._attempts.keys() & self._leftovers.keys()
+        assert self._found is None or not self._found.keys() & (self._attempts.keys() | self._leftovers.keys())
+        assert not (self.has_begun and self._is_current and self._found), "orders are current, and not all is judged"
         assert len(self._closed) <= CLOSED_MAX
         for attempt_id, attempt in self._attempts.items():
             assert attempt.life.order.assignment.id == attempt.order.assignment.id == attempt_id
@@ -148,38 +210,47 @@ class Agent:
 
     # --- orders -------------------------------------------------------------------------------------------------
 
-    def _begin(self, now: Instant) -> list[AgentEffect]:
-        """The first moment at which both sides are known: orders, and what is here."""
-        if self._orders is None or self._found is None:
-            return []
-        effects: list[AgentEffect] = []
-        found = {attempt.attempt: attempt for attempt in self._found}
-        for attempt_id in sorted(found.keys() - self._orders.keys()):
-            effects += self._end_leftover(found[attempt_id])
-        for attempt_id, order in sorted(self._orders.items()):
-            here = found.get(attempt_id)
-            if here is not None:
-                stepped = lifecycle.adopt(order, here, now, advertise=self.advertise)
-            else:
-                stepped = lifecycle.begin(order, now, advertise=self.advertise)
-            effects += self._enter(order, stepped, now)
-        return effects
-
     def _follow_orders(self, now: Instant) -> list[AgentEffect]:
-        assert self._orders is not None
+        if self._orders is None or self._found is None:
+            return []  # both sides must be known: orders, and what is here
+        if not self._is_current:
+            return self._look_after(self._orders, self._found, now)
         effects: list[AgentEffect] = []
         for attempt_id in sorted(self._attempts.keys() - self._orders.keys()):
             effects += self._unordered(attempt_id, now)
+        for attempt_id in sorted(self._found.keys() - self._orders.keys()):
+            effects += self._end_leftover(self._found.pop(attempt_id).at_now(now))
         for attempt_id, order in sorted(self._orders.items()):
             attempt = self._attempts.get(attempt_id)
             if attempt is not None:
                 effects += self._ordered_again(attempt, order, now)
             elif attempt_id in self._leftovers:
                 pass  # refused when nothing is left of it
+            elif attempt_id in self._found:
+                here = self._found.pop(attempt_id).at_now(now)
+                effects += self._enter(order, lifecycle.adopt(order, here, now, advertise=self.advertise), now)
             elif attempt_id in self._closed:
                 effects += self._refuse(order, now)
             else:
                 effects += self._enter(order, lifecycle.begin(order, now, advertise=self.advertise), now)
+        return effects
+
+    def _look_after(
+        self, orders: Mapping[AttemptId, Order], found: dict[AttemptId, _Found], now: Instant
+    ) -> list[AgentEffect]:
+        """Orders that are not current: what they say of what runs here is enough to keep it running, and no more."""
+        effects: list[AgentEffect] = []
+        for attempt_id in sorted(found.keys() & orders.keys()):
+            here, order = found[attempt_id].at_now(now), orders[attempt_id]
+            is_wanted = order.assignment.withdrawn is None and not order.outcome_known
+            # Without a shim there is nothing to look after: to sweep its tree would be a stop, to go on a new start.
+            if here.last is None or not here.shim_alive or not is_wanted:
+                continue
+            del found[attempt_id]
+            # A restart that is wanted waits: it stops what runs.
+            serial = min(order.assignment.restart_serial, here.last.restart_serial)
+            order = replace(order, assignment=replace(order.assignment, restart_serial=serial))
+            effects += self._enter(order, lifecycle.adopt(order, here, now, advertise=self.advertise), now)
         return effects
 
     def _refuse(self, order: Order, now: Instant) -> list[AgentEffect]:
@@ -193,6 +264,7 @@ class Agent:
         attempt.order, attempt.is_ordered = order, True
         effects: list[AgentEffect] = []
         assignment = order.assignment
+        effects += self._accepted(attempt, now)
         if assignment.withdrawn is not None:
             effects += self._hand_in(attempt, Withdrawn(reason=assignment.withdrawn), now)
         elif order.outcome_known:
@@ -201,6 +273,12 @@ class Agent:
         else:
             effects += self._hand_in(attempt, RestartRequested(serial=assignment.restart_serial), now)
         return effects
+
+    def _accepted(self, attempt: _Attempt, now: Instant) -> list[AgentEffect]:
+        """Of an order that was recalled too late. Said at once, and again like everything that is owed."""
+        owed = self._owed(attempt)
+        is_news = isinstance(owed, ReportAccepted) and self._report_due(attempt) <= now
+        return self._told(attempt, [owed], now) if owed is not None and is_news else []
 
     def _unordered(self, attempt_id: AttemptId, now: Instant) -> list[AgentEffect]:
         """Its assignment left the log: mostly because its release was committed, else it was given up for lost."""
@@ -217,14 +295,18 @@ class Agent:
         life, effects = stepped
         attempt = _Attempt(order=order, life=life)
         self._attempts[order.assignment.id] = attempt
-        return self._told(attempt, effects, now)
+        return [*self._told(attempt, effects, now), *self._accepted(attempt, now)]
 
     def _attempt_event(self, attempt_id: AttemptId, event: ReplicaEvent, now: Instant) -> list[AgentEffect]:
         attempt = self._attempts.get(attempt_id)
         if attempt is not None:
             return self._hand_in(attempt, event, now)
         leftover = self._leftovers.get(attempt_id)
-        return self._leftover_event(attempt_id, leftover, event, now) if leftover is not None else []
+        if leftover is not None:
+            return self._leftover_event(attempt_id, leftover, event, now)
+        if self._found is not None and attempt_id in self._found:
+            self._found[attempt_id] = self._found[attempt_id].after(event)
+        return []
 
     def _hand_in(self, attempt: _Attempt, event: ReplicaEvent, now: Instant) -> list[AgentEffect]:
         attempt.life, effects = lifecycle.step(attempt.life, event, now)
@@ -237,7 +319,7 @@ class Agent:
         attempt_id = attempt.life.order.assignment.id
         told: list[AgentEffect] = []
         for effect in effects:
-            if isinstance(effect, Report | ReportReleased | ReportRefused):
+            if isinstance(effect, Report | ReportReleased | ReportRefused | ReportAccepted):
                 if not attempt.is_ordered:
                     continue  # there is no assignment that it could be the end of
                 attempt.reported = now
@@ -260,8 +342,12 @@ class Agent:
         own = lifecycle.deadline(attempt.life)
         return min(own, self._report_due(attempt)) if self._owed(attempt) is not None else own
 
-    def _owed(self, attempt: _Attempt) -> Report | ReportReleased | ReportRefused | None:
-        return lifecycle.owed(attempt.life, outcome_known=attempt.order.outcome_known) if attempt.is_ordered else None
+    def _owed(self, attempt: _Attempt) -> Owed | None:
+        if not attempt.is_ordered:
+            return None
+        assignment = attempt.order.assignment
+        is_recalled = assignment.recalled is not None and assignment.withdrawn is None
+        return lifecycle.owed(attempt.life, outcome_known=attempt.order.outcome_known, is_recalled=is_recalled)
 
     @staticmethod
     def _report_due(attempt: _Attempt) -> Instant:

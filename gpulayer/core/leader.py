@@ -1,7 +1,8 @@
-"""What a leader owes the cluster: plans as soon as one could help, and an end to what is kept too long.
+"""What a leader owes the cluster: plans as soon as one could help, nodes as they are now, an end to orders that nobody
+takes up, and to what is kept too long.
 
-Stands on cluster and placement, and decides only when: where things go is placement's business, what is agreed is
-cluster's. A leader that is not one any more does no harm: apply checks everything again.
+Stands on cluster, placement and orders, and decides only when: where things go is placement's business, what is agreed
+is cluster's. A leader that is not one any more does no harm: apply checks everything again.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from typing import TypeAlias, assert_never
 
 from gpulayer.core.base import Tick
 from gpulayer.core.cluster.commands import Command, CommitPlan, ForgetJobs, Placement
+from gpulayer.core.node_changes import OBSERVED_SECONDS, NodeChanges
+from gpulayer.core.orders.acceptance import Acceptance
 from gpulayer.core.placement.fit import Free, free_of
 from gpulayer.core.placement.plan import Plan, plan, waiting_jobs, waiting_replicas
 from gpulayer.model.cluster import ClusterState
-from gpulayer.model.ids import JobId, NodeId
+from gpulayer.model.ids import AttemptId, JobId, NodeId
 from gpulayer.model.node import Node
+from gpulayer.model.record import NodeFacts
 from gpulayer.model.units import NEVER, Duration, Instant
 
 # How long things are kept, in seconds of cluster time.
 ENDED_JOBS_KEPT_SECONDS = 7 * 86400.0
 ENDED_JOBS_MAX = 10_000
 ANSWERS_KEPT_SECONDS = 24 * 3600.0
+# So long after its expiry a host that shows it is told that it has expired, and not that nobody knows it.
+JOIN_TOKENS_KEPT_SECONDS = 24 * 3600.0
 FORGET_INTERVAL = Duration(60.0)
 # One entry of the log with this many ids and keys stays far below 1 MiB.
 FORGET_BATCH = 1000
@@ -52,13 +58,24 @@ class PlaceableChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSaid:
+    """What a node's record says now: itself, and the attempts that it has something to say about. `is_heard`: gossip
+    calls it alive; while it does not, nothing new is expected of it."""
+
+    node: NodeId
+    facts: NodeFacts | None
+    attempts: frozenset[AttemptId]
+    is_heard: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalFailed:
     """What was proposed was rejected, or is not known to be committed."""
 
     command: Command
 
 
-LeaderEvent: TypeAlias = StateAdvanced | PlaceableChanged | ProposalFailed | Tick
+LeaderEvent: TypeAlias = StateAdvanced | PlaceableChanged | NodeSaid | ProposalFailed | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +96,14 @@ class _Inputs:
 
 
 class Leader:
-    """Events in, proposals out. One plan is in flight at a time, and one ForgetJobs."""
+    """Events in, proposals out. One plan is in flight at a time, and one ForgetJobs. A new one for each election."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, log_end: int = 0, observed_interval: Duration = OBSERVED_SECONDS) -> None:
+        """`log_end`: the index of the last entry of the log at the election. Before that is applied the state is not
+        yet what was agreed, and nothing is proposed. `observed_interval`: between two entries about one node."""
+        self._log_end = log_end
+        self._acceptance = Acceptance()
+        self._node_changes = NodeChanges(observed_interval)
         self._state = ClusterState()
         self._placeable: Mapping[NodeId, str] = {}
         self._planned: _Inputs | None = None
@@ -96,26 +118,44 @@ class Leader:
 
     @property
     def deadline(self) -> Instant:
-        return min(self._retry_at, self._again_at, self._forget_at)
+        if self._state.index < self._log_end:
+            return NEVER
+        return min(
+            self._retry_at, self._again_at, self._forget_at, self._acceptance.deadline, self._node_changes.deadline
+        )
 
     def step(self, event: LeaderEvent, now: Instant) -> list[Propose]:
         match event:
             case StateAdvanced(state=state):
                 if state.index >= self._state.index:
-                    self._state = state
+                    before, self._state = self._state, state
+                    self._acceptance.follow(before, state, now)
+                    self._node_changes.follow(before, state, now)
                     self._notice_commits(now)
             case PlaceableChanged(placeable=placeable):
                 self._placeable = dict(placeable)
+            case NodeSaid(node=node, facts=facts, attempts=attempts, is_heard=is_heard):
+                self._acceptance.hear(node, attempts if is_heard else None, now)
+                self._node_changes.hear(node, facts if is_heard else None, self._state, now)
             case ProposalFailed(command=command):
                 self._notice_failure(command, now)
             case Tick():
                 pass
             case _:
                 assert_never(event)
-        return [*self._plan(now), *self._forget(now)]
+        if self._state.index < self._log_end:
+            return []
+        # What a node has and what it does not take up come before the plan, which may depend on them.
+        first: list[Command] = [*self._node_changes.due(now), *self._acceptance.overdue(self._state, now)]
+        said = [Propose(command=command) for command in first]
+        if isinstance(event, NodeSaid):
+            return said  # often, and no input of a plan before it is committed
+        return [*said, *self._plan(now), *self._forget(now)]
 
     def check(self) -> None:
         """Asserts what must hold between two steps."""
+        self._acceptance.check()
+        self._node_changes.check()
         if self._plan_in_flight is not None:
             assert self._state.planned_at < self._plan_in_flight.based_on, "a plan that is through counts as in flight"
             assert self._planned is not None, "a plan is in flight that was never made"
@@ -160,11 +200,11 @@ class Leader:
             # What was placed may wait again already, as if nothing had happened: states between are not always told.
             self._plan_in_flight = self._planned = None
         if self._forget_in_flight is not None and not self._still_has(self._forget_in_flight):
-            was_full = len(self._forget_in_flight.jobs) + len(self._forget_in_flight.answers) >= FORGET_BATCH
+            was_full = _size(self._forget_in_flight) >= FORGET_BATCH
             self._forget_in_flight = None
             if was_full:
                 self._forget_at = now
-        if self._forget_at == NEVER and (self._state.jobs or self._state.answers):
+        if self._forget_at == NEVER and self._keeps_something():
             self._forget_at = now  # a new leader looks at once; after that every FORGET_INTERVAL
 
     def _notice_failure(self, command: Command, now: Instant) -> None:
@@ -180,20 +220,28 @@ class Leader:
     def _forget(self, now: Instant) -> list[Propose]:
         if now < self._forget_at:
             return []
-        has_any = bool(self._state.jobs or self._state.answers)
-        self._forget_at = Instant(now + FORGET_INTERVAL) if has_any else NEVER
+        self._forget_at = Instant(now + FORGET_INTERVAL) if self._keeps_something() else NEVER
         if self._forget_in_flight is not None:
             return []
         command = overdue(self._state)
-        if not command.jobs and not command.answers:
+        if not _size(command):
             return []
         self._forget_in_flight = command
         return [Propose(command=command)]
 
+    def _keeps_something(self) -> bool:
+        return bool(self._state.jobs or self._state.answers or self._state.join_tokens)
+
     def _still_has(self, command: ForgetJobs) -> bool:
-        return any(job in self._state.jobs for job in command.jobs) or any(
-            key in self._state.answers for key in command.answers
+        return (
+            any(job in self._state.jobs for job in command.jobs)
+            or any(key in self._state.answers for key in command.answers)
+            or any(token in self._state.join_tokens for token in command.join_tokens)
         )
+
+
+def _size(command: ForgetJobs) -> int:
+    return len(command.jobs) + len(command.answers) + len(command.join_tokens)
 
 
 def as_command(made: Plan) -> CommitPlan:
@@ -215,7 +263,8 @@ def as_command(made: Plan) -> CommitPlan:
 
 
 def overdue(state: ClusterState) -> ForgetJobs:
-    """Ended jobs beyond their keeping time or their number, and old answers: the oldest first, FORGET_BATCH at most."""
+    """Ended jobs beyond their keeping time or their number, old answers and join tokens: the oldest first, FORGET_BATCH
+    at most."""
     ended = sorted((job.ended_at_utc, job.id) for job in state.jobs.values() if job.ended_at_utc is not None)
     surplus = max(0, len(ended) - ENDED_JOBS_MAX)
     jobs = [
@@ -228,4 +277,11 @@ def overdue(state: ClusterState) -> ForgetJobs:
         for key, answer in state.answers.items()
         if answer.at_utc + ANSWERS_KEPT_SECONDS <= state.time_utc
     )[: FORGET_BATCH - len(jobs)]
-    return ForgetJobs(jobs=tuple(jobs), answers=tuple(key for _, key in answers))
+    tokens = sorted(
+        (token.expires_at_utc, id)
+        for id, token in state.join_tokens.items()
+        if token.expires_at_utc + JOIN_TOKENS_KEPT_SECONDS <= state.time_utc
+    )[: FORGET_BATCH - len(jobs) - len(answers)]
+    return ForgetJobs(
+        jobs=tuple(jobs), answers=tuple(key for _, key in answers), join_tokens=tuple(id for _, id in tokens)
+    )

@@ -37,6 +37,8 @@ REASON_CODES: tuple[str, ...] = (
     "restart_requested",
     "left_background_processes",
     "cgroup_unavailable",
+    "not_accepted",
+    "no_current_orders",
 )
 
 
@@ -111,6 +113,9 @@ class Assignment:
     """Raised by `job restart`; a run started under a lower one is to be replaced by a new run."""
     withdrawn: Reason | None = None
     """Set: stop it. The assignment stays, and holds its capacity, until its node reports it released."""
+    recalled: Reason | None = None
+    """Set: do not begin with it any more. A node that has not begun refuses it, and the replica waits again; one that
+    has says so (ReplicaAccepted), and this is None again."""
 
     @property
     def id(self) -> AttemptId:

@@ -37,11 +37,13 @@ class NodeSeen:
     epoch: int = 0
     incarnation: int = 0
     peer_address: Address | None = None
+    is_stale: bool = False
+    """It runs anew, and its record is still that of the run before."""
 
     @property
     def is_verified(self) -> bool:
         """Whether what it says of its endpoints still holds, as far as anybody knows."""
-        return self.state in ("alive", "suspect")
+        return self.state in ("alive", "suspect") and not self.is_stale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from gpulayer.model.ids import TokenId
+from gpulayer.model.ids import NodeId, TokenId
+
+# Of a join token.
+JOIN_USES_MAX = 1000
+JOIN_SECONDS = 3600.0
+JOIN_SECONDS_MAX = 30 * 86400.0
+
+Rotation: TypeAlias = Literal["", "installing", "using"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,7 @@ class KeyRing:
 
     version: int = 0
     keys: tuple[GossipKey, ...] = ()
-    rotation: Literal["", "installing", "using"] = ""
+    rotation: Rotation = ""
     """`installing`: the newest key is last and nobody seals with it; `using`: it is first, the old one opens still."""
     changed_at_utc: float = 0.0
 
@@ -47,3 +54,5 @@ class JoinToken:
     uses_left: int
     created_at_utc: float
     expires_at_utc: float
+    spent: tuple[tuple[NodeId, str], ...] = ()
+    """(node, digest of its public key) of each use."""

@@ -16,19 +16,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gpulayer.model.address import Address, split_host_port
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.model.ids import NodeId, checked_name
 from gpulayer.model.job import sorted_pairs
-from gpulayer.model.places import API_PORT, CONFIG_PATH, default_data_dir
+from gpulayer.model.places import API_PORT, CONFIG_PATH, PEER_PORT, default_data_dir
 from gpulayer.model.units import MILLI, parse_count, parse_size
 from gpulayer.runtime.accelerators.declared import declared_accelerators
 from gpulayer.runtime.accelerators.exclude import checked_exclusions
+from gpulayer.runtime.routes import default_source
+from gpulayer.wire.join_token import JoinTokenText, parse_join_token
 
 LOG_FORMATS = ("auto", "json", "text")
 
 # Outside the range from which Linux takes ephemeral ports by default (32768-60999, ip(7)), so that an outgoing
 # connection never holds a port that a replica is about to be given.
 SERVICE_PORTS = (20000, 29999)
+# More than this are not tried, each with every address that its name has.
+SEEDS_MAX = 16
+_TOKEN_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,10 @@ class UpOptions:
     bind: str | None = None
     advertise: str | None = None
     api_port: int | None = None
+    peer_port: int | None = None
+    join: tuple[str, ...] = ()
+    join_token: str | None = field(default=None, repr=False)
+    join_token_file: str | None = None
     name: str | None = None
     config: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
@@ -54,14 +64,32 @@ class Neighbour:
     node_id: NodeId
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Seed:
+    """A node that is asked to be let in by. `host` is an IP address or a name, looked up anew at each try."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     data_dir: Path
     bind: str = "127.0.0.1"
     advertise: str = "127.0.0.1"
+    """Empty: the address that the way to a seed shows (node/joining.py)."""
     api_port: int | None = API_PORT
     """None: only the unix socket."""
+    peer_port: int | None = PEER_PORT
+    """Of datagrams and links from other nodes, on `bind`; 0: any that is free; None: no other node is spoken to."""
+    seeds: tuple[Seed, ...] = ()
+    join_token: JoinTokenText | None = None
     name: str
+    name_is_derived: bool = False
+    """From the host's: where it is in use, the cluster adds a number."""
     labels: tuple[tuple[str, str], ...] = ()
     accelerators: tuple[Mapping[str, Any], ...] = ()
     devices_excluded: tuple[str, ...] = ()
@@ -96,6 +124,9 @@ _KNOWN: Mapping[str, Any] = {
     "bind": str,
     "advertise": str,
     "api_port": int,
+    "peer_port": int,
+    "join": list,
+    "join_token_file": str,
     "name": str,
     "log_format": str,
     "labels": dict,
@@ -106,9 +137,10 @@ _KNOWN: Mapping[str, Any] = {
     "supervision": {"cgroups": str, "service_ports": str},
     "storage": {"snapshot_every": int, "free_min": str},
 }
-_ENVIRONMENT = ("data_dir", "bind", "advertise", "api_port", "name", "log_format")
+_ARRAYS_OF_TABLES = ("accelerators",)
+_ENVIRONMENT = ("data_dir", "bind", "advertise", "api_port", "peer_port", "join_token_file", "name", "log_format")
 # Read elsewhere: by the client, by the tests' failpoints, or set by a replica's own supervisor.
-_OTHER_ENVIRONMENT = ("config", "url", "token", "failpoints")
+_OTHER_ENVIRONMENT = ("config", "url", "token", "ca_file", "failpoints", "join", "join_token")
 
 
 def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> Config:
@@ -125,8 +157,9 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
         if flag is not None:
             merged[key] = flag
     data_dir = merged.get("data_dir") or default_data_dir(environ, uid)
-    bind = _checked_bind(str(merged.get("bind", "127.0.0.1")))
-    advertise = _checked_address("advertise", str(merged.get("advertise", bind)))
+    seeds = _seeds(options, environ, table)
+    bind = _checked_address("bind", str(merged.get("bind", "127.0.0.1")))
+    advertise = _advertise(bind, merged.get("advertise"), has_seeds=bool(seeds))
     log_format = str(merged.get("log_format", "auto"))
     if log_format not in LOG_FORMATS:
         raise InvalidRequest(f"log_format: {log_format!r} is unknown", hint="use one of " + ", ".join(LOG_FORMATS))
@@ -154,7 +187,11 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
         bind=bind,
         advertise=advertise,
         api_port=parse_count(merged.get("api_port", API_PORT), "api_port", least=0, most=65535),
+        peer_port=parse_count(merged.get("peer_port", PEER_PORT), "peer_port", least=0, most=65535),
+        seeds=seeds,
+        join_token=_join_token(options, environ, merged.get("join_token_file")),
         name=checked_name(str(merged["name"])) if merged.get("name") else _host_name(),
+        name_is_derived=not merged.get("name"),
         labels=labels,
         accelerators=accelerators,
         devices_excluded=devices_excluded,
@@ -205,15 +242,17 @@ def _check_keys(table: Mapping[str, Any], known: Mapping[str, Any], path: str, p
             raise InvalidRequest(
                 f"{path}: {prefix + key} = {value!r} is not {expected}", hint=_how_to_write(prefix, key, names[0])
             )
-        elif wanted is list and not prefix and not all(isinstance(item, dict) for item in value):
+        elif prefix + key in _ARRAYS_OF_TABLES and not all(isinstance(item, dict) for item in value):
             raise InvalidRequest(
                 f"{path}: {prefix + key} is not an array of tables", hint=f"write each as [[{prefix + key}]]"
             )
 
 
 def _how_to_write(prefix: str, key: str, kind: type) -> str:
+    if kind is list and prefix + key in _ARRAYS_OF_TABLES:
+        return f"write each as [[{key}]]"
     if kind is list:
-        return f'write {key} = ["…"] below [{prefix[:-1]}]' if prefix else f"write each as [[{key}]]"
+        return f'write {key} = ["…"]' + (f" below [{prefix[:-1]}]" if prefix else "")
     if kind is dict:
         return f"write it as [{prefix + key}]"
     return f'write it in quotes: {key} = "…"' if kind is str else f"write it without quotes: {key} = 4"
@@ -253,23 +292,95 @@ def _checked_labels(labels: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return sorted_pairs({key: str(value) for key, value in labels.items()})
 
 
-def _checked_bind(text: str) -> str:
-    address = _checked_address("bind", text)
-    if not ipaddress.ip_address(address).is_loopback:
+def _seeds(options: UpOptions, environ: Mapping[str, str], table: Mapping[str, Any]) -> tuple[Seed, ...]:
+    """Those of the flags, else of $GPULAYER_JOIN (with commas between), else of the file."""
+    texts = list(options.join) or [text for text in environ.get("GPULAYER_JOIN", "").split(",") if text.strip()]
+    texts = texts or table.get("join", [])
+    if len(texts) > SEEDS_MAX:
+        raise InvalidRequest(f"join: {len(texts)} addresses, {SEEDS_MAX} at most", hint="a few are enough to find all")
+    for text in texts:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"join: {text!r} is not HOST:PORT", hint='write it like join = ["10.0.0.5:7451"]')
+    return tuple(dict.fromkeys(_seed(text.strip()) for text in texts))
+
+
+def _seed(text: str) -> Seed:
+    host, port = split_host_port(text, PEER_PORT, "join")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        # A trailing dot is the root of names; a name of digits and dots only is a mistyped address.
+        if re.fullmatch(r"[0-9.]+", host) or not re.fullmatch(r"[A-Za-z0-9._-]+", host):
+            raise InvalidRequest(f"join: {host!r} is no address and no name", hint="write it like n1:7451") from None
+        return Seed(host, port)
+    if address.is_unspecified or address.is_multicast:
+        raise InvalidRequest(f"join: {host} is not the address of a node", hint="write it like 10.0.0.5:7451")
+    return Seed(str(address), port)
+
+
+def _join_token(options: UpOptions, environ: Mapping[str, str], file: object) -> JoinTokenText | None:
+    """Of the flags, else of $GPULAYER_JOIN_TOKEN, else of the file that a flag, the environment or the configuration
+    names. What it is stands in no error."""
+    if options.join_token is not None and options.join_token_file is not None:
+        raise InvalidRequest("--token and --token-file are both given", hint="leave out one of them")
+    text = options.join_token
+    if text is None and options.join_token_file is None:
+        text = environ.get("GPULAYER_JOIN_TOKEN") or None
+    if text is None and file:
+        text = _read_token_file(str(file))
+    return parse_join_token(text.strip()) if text is not None else None
+
+
+def _read_token_file(path: str) -> str:
+    try:
+        with open(path, "rb") as opened:
+            return opened.read(_TOKEN_BYTES_MAX).decode("ascii", "replace")
+    except OSError as error:
         raise InvalidRequest(
-            f"bind: {text} is not loopback, and this version has no TLS yet",
-            hint="leave --bind out; reach the API from elsewhere through an SSH tunnel to its port",
+            f"cannot read the join token in {path}: {error.strerror}", hint="name a readable file with --token-file"
+        ) from error
+
+
+def _advertise(bind: str, asked: object, *, has_seeds: bool) -> str:
+    """The address that others are told. Empty: the way to a seed is to show it."""
+    is_loopback = ipaddress.ip_address(bind).is_loopback
+    if asked:
+        advertise = _checked_address("advertise", str(asked))
+        if not is_loopback and not Address(advertise, 1).is_usable_elsewhere:
+            raise InvalidRequest(
+                f"advertise: no other host can reach {advertise}, and this node listens on {bind}",
+                hint="name an address that others reach this host at; a cluster on one host needs no --bind",
+            )
+        return advertise
+    if not ipaddress.ip_address(bind).is_unspecified:
+        if not is_loopback and not Address(bind, 1).is_usable_elsewhere:
+            raise InvalidRequest(
+                f"bind: {bind} is link-local, which other hosts cannot be told",
+                hint="name another one with --advertise",
+            )
+        return bind
+    if has_seeds:
+        return ""
+    found = default_source()
+    if found is None:
+        raise InvalidRequest(
+            f"advertise: bind is {bind}, and this host has no default route that would tell which of its addresses "
+            "the others reach",
+            hint="name it with --advertise",
         )
-    return address
+    return found
 
 
 def _checked_address(what: str, text: str) -> str:
     if text == "localhost":
         return "127.0.0.1"
     try:
-        return str(ipaddress.ip_address(text.strip("[]")))
+        address = ipaddress.ip_address(text.strip("[]"))
     except ValueError:
         raise InvalidRequest(f"{what}: {text!r} is not an IP address", hint="write it like 127.0.0.1") from None
+    if address.is_multicast or "%" in str(address):
+        raise InvalidRequest(f"{what}: {text!r} is multicast or has a scope", hint="write it like 127.0.0.1")
+    return str(address)
 
 
 def _checked_cpus(value: float) -> int:

@@ -81,6 +81,7 @@ def _serve(config: Config) -> None:
                 config,
                 data_dir=data.path,
                 api_port=None,
+                peer_port=None,
                 shares_devices_with=_neighbour(config),
                 tethered=True,
                 first_look_seconds=FIRST_LOOK_SECONDS,
@@ -88,7 +89,7 @@ def _serve(config: Config) -> None:
             )
             beside = partial(_until_the_end, data_dir=config.data_dir)
             with bind_sockets(unix_path=data.path / SOCKET_NAME, host=config.bind, port=None) as sockets:
-                trio.run(partial(run_node, private, data, sockets, ServiceNotifier({}), beside=beside))
+                trio.run(partial(run_node, private, data, sockets, None, ServiceNotifier({}), beside=beside))
         finally:
             # Mostly there is none: but a log that cannot be written any more has kept nothing from running.
             end_runs(data.path)

@@ -92,7 +92,7 @@ class SoleVoter:
         self.failed: StorageFailed | None = None
         self._store = store
         self._term = term
-        self._now_utc = now_utc
+        self.now_utc = now_utc
         self._snapshot_every = snapshot_every
         self._snapshot_index = snapshot_index
         self._on_events = on_events
@@ -163,7 +163,7 @@ class SoleVoter:
         state, entries, events = self.state.value, list[Entry](), list[Event]()
         answers: list[tuple[Proposal, Accepted | GpulayerError]] = []
         ends_something = True
-        stamp = max(state.time_utc, self._now_utc())
+        stamp = max(state.time_utc, self.now_utc())
         for proposal in batch:
             entry = LogEntry(index=state.index + 1, term=self._term, at_utc=stamp, command=proposal.command)
             # On a value of our own that nobody sees until it is durable; so a command that makes no sense is refused

@@ -66,6 +66,10 @@ class Inbox(Generic[E]):
             with trio.move_on_at(until):
                 while not self._events:
                     await self._taker.park()
+        return self.take_nowait(at_most)
+
+    def take_nowait(self, at_most: int) -> list[E]:
+        """What is there."""
         return [self._events.popleft() for _ in range(min(at_most, len(self._events)))]
 
 
@@ -74,10 +78,21 @@ def now() -> Instant:
     return Instant(trio.current_time())
 
 
-async def drive(core: Core[E, F], inbox: Inbox[E], perform: Callable[[F], None]) -> None:
-    """Runs for good. `perform` never waits; what it starts comes back as an event."""
+async def drive(
+    core: Core[E, F],
+    inbox: Inbox[E],
+    perform: Callable[[F], None],
+    *,
+    refill: Callable[[], object] | None = None,
+) -> None:
+    """Runs for good. `perform` never waits; what it starts comes back as an event. `refill`: puts what has arrived and
+    was not read yet into the inbox, asked for before each Tick."""
     while True:
-        for event in await inbox.take(at_most=EVENTS_PER_TURN, until=core.deadline):
+        events = await inbox.take(at_most=EVENTS_PER_TURN, until=core.deadline)
+        if refill is not None and now() >= core.deadline:
+            refill()
+            events += inbox.take_nowait(EVENTS_PER_TURN)
+        for event in events:
             for effect in core.step(event, now()):
                 perform(effect)
         # Only after the inbox was read: a loop that is late accuses nobody of being silent.

@@ -1,12 +1,14 @@
 """The data directory: who this node is, that it runs only once, and how often it has started.
 
 Called first by the composition root; everything else that a node keeps lies in the directory that `open_data_dir` hands
-out. Knows nothing of clusters, keys or the log.
+out. Knows nothing of keys or the log.
 
     node.json     which node this is, and which machine and directory it was made on
-    cluster.json  whose log lies in it
+    cluster.json  which cluster it is of, whether the log lies here, and the name that the node has there
     epoch         how many times a daemon has started here; durable before the first packet is sent
     lock          held as long as the daemon runs; contains its pid
+    trust/        certificates and keys (runtime/trust.py)
+    peers.json    where other nodes were seen last (runtime/peer_cache.py)
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import stat
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +38,8 @@ _MACHINE_ID_PATHS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 HOLDER_LOOKS, HOLDER_LOOK_SECONDS = 20, 0.01
 # What an earlier start may have left behind without having made a node: it is safe to begin anew beside these.
 _HARMLESS = ("lock", "epoch", "node.json")
+# What a node that was made here leaves: without its node.json, each of them means that something was lost.
+_TRACES = frozenset({"log.db", "cluster.json", "trust"})
 # Not the state of the node that is given up: runs of others (private_dirs.py), and what excludes them from our devices.
 _NOT_ABANDONED = ("lock", "local", "devices")
 
@@ -220,7 +224,7 @@ def _refuse_remains(where: Path) -> None:
         for entry in where.iterdir()
         if entry.name not in _HARMLESS and not entry.name.startswith((".", "abandoned-", "lost+found"))
     )
-    if "log.db" in remains:
+    if _TRACES & set(remains):
         raise StorageFailed(
             f"data directory {where} has lost its node.json, but {', '.join(remains[:5])} is still there",
             hint="restore the directory from a backup, or start as a new node with --abandon-state",
@@ -260,16 +264,57 @@ def known_node_id(path: Path) -> NodeId | None:
     return NodeId(found) if isinstance(found, str) and found else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Which cluster a data directory is of."""
+
+    cluster_id: str
+    is_voter: bool = True
+    """Whether the log lies here."""
+    name: str = ""
+    """Of this node, as the cluster knows it; empty where it was not noted."""
+    voter: str = ""
+    """The node that holds the log, where that is another one."""
+
+
+def membership(path: Path) -> Membership | None:
+    """None: the data directory `path` is of no cluster yet. StorageFailed if the note of it is damaged."""
+    noted = path / "cluster.json"
+    record = _read_json(noted)
+    if record is None:
+        return None
+    cluster_id, is_voter = record.get("cluster_id"), record.get("is_voter", True)
+    name, voter = record.get("name", ""), record.get("voter", "")
+    if not isinstance(cluster_id, str) or not cluster_id:
+        _damaged(noted, "no usable cluster_id")
+    if not isinstance(is_voter, bool) or not isinstance(name, str) or not isinstance(voter, str):
+        _damaged(noted, "no usable is_voter, name or voter")
+    return Membership(cluster_id=cluster_id, is_voter=is_voter, name=name, voter=voter)
+
+
+def note_membership(data: DataDir, member: Membership) -> None:
+    """Make it durable, if it is news. OSError if it cannot be written."""
+    if membership(data.path) != member:
+        atomic_write(data.path / "cluster.json", json.dumps(asdict(member)).encode() + b"\n")
+
+
+def forget_membership(data: DataDir) -> None:
+    """It has left: the next start makes a new cluster, or joins one. OSError if that cannot be written."""
+    (data.path / "cluster.json").unlink(missing_ok=True)
+    _sync_directory(data.path)
+
+
 def check_cluster(data: DataDir, cluster_id: str) -> None:
     """Whether the log that was found is the one that this directory had; called before anything is made of it.
 
     A log that is gone looks like that of a new node: all jobs would be forgotten, their replicas ended as leftovers.
+    Where no log has to be, none can be lost.
     """
-    known = _read_json(data.path / "cluster.json") or {}
-    if known.get("cluster_id") not in (None, cluster_id):
+    known = membership(data.path)
+    if known is not None and known.is_voter and known.cluster_id != cluster_id:
         found = f"that of cluster {cluster_id}" if cluster_id else "empty"
         raise StorageFailed(
-            f"data directory {data.path} has lost its log: it was that of cluster {known['cluster_id']},"
+            f"data directory {data.path} has lost its log: it was that of cluster {known.cluster_id},"
             f" the one that is there is {found}",
             hint="restore the directory from a backup, or start as a new node with --abandon-state",
         )
@@ -277,9 +322,8 @@ def check_cluster(data: DataDir, cluster_id: str) -> None:
 
 def note_cluster(data: DataDir, cluster_id: str) -> None:
     """Remember whose log this directory has, for check_cluster(). OSError if it cannot be written."""
-    path = data.path / "cluster.json"
-    if _read_json(path) is None:
-        atomic_write(path, json.dumps({"cluster_id": cluster_id}).encode() + b"\n")
+    if membership(data.path) is None:
+        note_membership(data, Membership(cluster_id=cluster_id))
 
 
 def _read_epoch(where: Path) -> int:

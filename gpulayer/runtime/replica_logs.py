@@ -140,6 +140,10 @@ class LogReader:
             self._open_next()  # before the end is looked up, or a fast writer may have removed all up to it by then
         self._end = newest_end(self._directory)
 
+    def stop_at(self, end: tuple[int, int]) -> None:
+        """Read no further than newest_end() was at some moment before."""
+        self._end = end
+
     def go_on(self) -> None:
         self._end = None
 

@@ -73,13 +73,14 @@ def decode(kind: Any, data: bytes, *, bytes_max: int = BYTES_MAX) -> Any:
     chosen = _choices(kind)
     if len(data) > bytes_max:
         raise DecodeError(f"{len(data)} bytes, {bytes_max} at most")
-    raw = _parse(data)
+    raw = parse(data)
     if type(raw) is not dict:
         raise DecodeError(f"expected a map, found {_found(raw)}")
     return chosen(raw)
 
 
-def _parse(data: bytes) -> Any:
+def parse(data: bytes) -> Any:
+    """Exactly one CBOR value, not yet compared with anything; else DecodeError. The caller bounds the length."""
     stream = BytesIO(data)
     # Outside of the try: options that cbor2 (before 6.2) does not know are no fault of the message.
     decoder = cbor2.CBORDecoder(

@@ -25,7 +25,7 @@ from gpulayer.model.errors import (
     StorageFailed,
     Unreachable,
 )
-from gpulayer.model.ids import checked_name, name_from_command
+from gpulayer.model.ids import NodeId, checked_name, name_from_command
 from gpulayer.model.job import (
     ON_REPLICA_END,
     REPLICAS_MAX,
@@ -39,6 +39,7 @@ from gpulayer.model.job import (
     sorted_pairs,
 )
 from gpulayer.model.node import ACCELERATOR_KINDS
+from gpulayer.model.trust import JOIN_SECONDS, JOIN_SECONDS_MAX, JOIN_USES_MAX, JoinToken, KeyRing
 from gpulayer.model.units import DURATION_MAX, MIB_MAX, MILLI, parse_gpus
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ DEPTH_MAX = 32
 INTEGER_DIGITS_MAX = 19
 # One line, and nothing that turns the text around it: what controls, separates lines, or sets a direction is left out.
 TOKEN_LABEL = re.compile(r"[^\u0000-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e\u2066-\u2069]{0,200}")
+HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 IDEMPOTENCY_KEY = re.compile(r"[!-~]{1,128}")
 _SHOWN_CHARS_MAX = 60
 
@@ -534,6 +536,23 @@ def parse_token(body: bytes) -> tuple[Role, str]:
     return role, label
 
 
+def parse_join_token_request(body: bytes) -> tuple[int, float, str]:
+    """How many hosts it lets in, for how many seconds, and by which host they are told to join (empty: this one's)."""
+    fields = Fields(parse_json(body) if body.strip() else {}, ("uses", "lasts_seconds", "advertise"))
+    uses = fields.whole("uses", 1, 1, JOIN_USES_MAX)
+    seconds = fields.number("lasts_seconds", JOIN_SECONDS, 1, JOIN_SECONDS_MAX)
+    advertise = fields.text("advertise", "").strip("[]")
+    if advertise and not HOST.fullmatch(advertise):
+        raise InvalidRequest(f"advertise: {shown(advertise)} is no address and no name", hint="write it like 10.0.0.5")
+    return uses, seconds, advertise
+
+
+def parse_node_leaves(body: bytes) -> tuple[NodeId, bool]:
+    """Which node leaves, and whether what runs there shall be stopped."""
+    fields = Fields(parse_json(body), ("node", "stop_all"))
+    return NodeId(fields.text("node", "")), fields.flag("stop_all", False)
+
+
 def parse_leave(body: bytes) -> bool:
     """Whether everything shall be stopped first."""
     if not body.strip():
@@ -626,7 +645,38 @@ def dump(document: object) -> bytes:
 
 
 def token_to_json(token: Token) -> Json:
-    return {"id": token.id, "role": token.role, "label": token.label, "created_at_utc": token.created_at_utc}
+    return {
+        "id": token.id,
+        "role": token.role,
+        "label": token.label,
+        "created_at_utc": token.created_at_utc,
+        "uses_left": None,
+        "expires_at_utc": None,
+    }
+
+
+def join_token_to_json(token: JoinToken) -> Json:
+    return {
+        "id": token.id,
+        "role": "join",
+        "label": "",
+        "created_at_utc": token.created_at_utc,
+        "uses_left": token.uses_left,
+        "expires_at_utc": token.expires_at_utc,
+    }
+
+
+def key_ring_to_json(ring: KeyRing) -> Json:
+    """Ids and states of the gossip keys; the first one seals."""
+    return {
+        "version": ring.version,
+        "rotation": ring.rotation or None,
+        "changed_at_utc": ring.changed_at_utc,
+        "ring": [
+            {"id": f"{key.id:08x}", "installed_at_utc": key.installed_at_utc, "seals": place == 0}
+            for place, key in enumerate(ring.keys)
+        ],
+    }
 
 
 def reason_to_json(reason: Reason | None) -> Json | None:

@@ -147,17 +147,19 @@ class GossipFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
-    """An API request that another node answers. Its rights were judged by the node that took it: `role` of the token,
-    or admin for the unix socket. `hops` bounds how often it is passed on."""
+    """An API request that another node answers.
+
+    `role`: `admin` came in at a unix socket, `node` is a question of the node's own, `token` is judged where it
+    arrives, by the digest of its secret; the secret itself is shown to no node but the first."""
 
     method: str
     path: str
     query: str
     headers: tuple[tuple[str, str], ...]
     role: str
-    token_id: str
+    token_digest: str = ""
+    """sha256 of the token's secret, hex."""
     body: bytes = b""
-    hops: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

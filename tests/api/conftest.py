@@ -154,9 +154,13 @@ def start_daemon(data_dir: Path) -> Daemon:
     ready = data_dir / "api.json"
     ready.unlink(missing_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")}
-    command = [sys.executable, "-m", "gpulayer", "up", "--data-dir", str(data_dir), "--api-port", "0"]
+    command = [sys.executable, "-m", "gpulayer", "up", "--data-dir", str(data_dir)]
     process = subprocess.Popen(
-        [*command, "--config", str(config)], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+        [*command, "--api-port", "0", "--peer-port", "0", "--config", str(config)],
+        stdout=log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env=environment,
     )
     log.close()
     until = time.monotonic() + STARTED_SECONDS_MAX

@@ -23,10 +23,12 @@ from gpulayer.core.replica.messages import (
     OrdersChanged,
     ReplicaEvent,
     Report,
+    ReportAccepted,
     ReportRefused,
     ReportReleased,
     RunExited,
     RunStarted,
+    ShimDied,
     StartRefused,
     StartRun,
     StopRun,
@@ -70,12 +72,18 @@ def found(ordered: Order, *, shim_alive: bool = True, run: int = 1, **changes: A
 class Table:
     """An agent with its clock. It has begun, with these orders and these sandboxes, unless it is told to wait."""
 
-    def __init__(self, *orders: Order, found: tuple[FoundAttempt, ...] = (), begins: bool = True):
+    def __init__(
+        self,
+        *orders: Order,
+        found: tuple[FoundAttempt, ...] = (),
+        begins: bool = True,
+        is_current: bool = True,
+    ):
         self.agent = Agent(NODE, "10.0.0.5")
         self.now = 100.0
         self.effects: list[AgentEffect] = []
         if begins:
-            first = self.hear(OrdersChanged(orders=orders))
+            first = self.hear(OrdersChanged(orders=orders, is_current=is_current))
             self.effects = [*first, *self.hear(AttemptsFound(found=found))]
 
     def hear(self, event: AgentEvent) -> list[AgentEffect]:
@@ -90,8 +98,8 @@ class Table:
         self.effects = effects
         return effects
 
-    def orders(self, *orders: Order) -> list[AgentEffect]:
-        return self.hear(OrdersChanged(orders=orders))
+    def orders(self, *orders: Order, is_current: bool = True) -> list[AgentEffect]:
+        return self.hear(OrdersChanged(orders=orders, is_current=is_current))
 
     def wait(self, seconds: float) -> list[AgentEffect]:
         self.now += seconds
@@ -448,3 +456,201 @@ def test_devices_that_are_not_clear_keep_the_release_back() -> None:
     assert table.state(a) == "stopping"
     table.tell(a, TreeGone(run=1))
     assert [told.effect for told in table.effects] == [ReportReleased(), Discard()]
+
+
+# --- orders that are not current -----------------------------------------------------------------------------------
+
+
+def test_before_orders_are_current_nothing_new_is_begun_and_nothing_is_ended() -> None:
+    """What waits may be placed elsewhere by now, what nobody ordered may be wanted: the leader knows."""
+    waiting, stray = order("j-a"), order("j-old")
+    table = Table(waiting, order("j-b", BATCH), found=(found(stray),), is_current=False)
+    assert table.effects == []
+    assert table.wait(60.0) == []
+    table.orders(waiting)
+    assert [attempt for attempt, _ in table.asked(StartRun)] == [waiting.assignment.id]
+    assert [attempt for attempt, _ in table.asked(StopRun)] == [stray.assignment.id]
+
+
+def test_a_service_that_runs_is_adopted_and_restarted_by_its_policy_without_current_orders() -> None:
+    a = order()
+    table = Table(a, found=(found(a),), is_current=False)
+    table.tell(a, ListenerFound(run=1, at_utc=1.0))
+    assert table.state(a) == "ready"
+    table.tell(a, exited(uptime=50.0), TreeGone(run=1))
+    assert table.state(a) == "backing_off"
+    table.wait(5.0)
+    assert [start.run for _, start in table.asked(StartRun)] == [2]
+
+
+def test_a_batch_is_not_executed_without_current_orders_whatever_is_left_of_it() -> None:
+    for here in ((), (found(order(spec=BATCH), run=0),)):
+        table = Table(order(spec=BATCH), found=here, is_current=False)
+        table.wait(60.0)
+        assert table.effects == []
+        assert table.agent.statuses() == {}
+        table.orders(order(spec=BATCH))
+        assert len(table.asked(StartRun)) == 1
+
+
+def test_the_end_of_a_batch_is_reported_although_orders_are_not_current() -> None:
+    a = order(spec=BATCH)
+    table = Table(a, found=(found(a),), is_current=False)
+    table.tell(a, exited(0), TreeGone(run=1))
+    assert len(table.asked(Report)) == 1
+
+
+def test_when_orders_stop_being_current_what_they_change_waits() -> None:
+    a, b, c = order("j-a"), order("j-b"), order("j-c")
+    table = Table(a, b)
+    table.tell(a, started())
+    table.tell(b, started())
+    changed = (order("j-a", withdrawn=CANCELLED), order("j-b", restart_serial=1), c)
+    assert table.orders(*changed, is_current=False) == []
+    assert table.orders(is_current=False) == []
+    table.tell(a, exited(), TreeGone(run=1))
+    assert table.state(a) == "backing_off", "its policy goes on"
+    table.orders(*changed)
+    assert [attempt for attempt, _ in table.asked(StartRun)] == [c.assignment.id]
+    assert [attempt for attempt, _ in table.asked(StopRun)] == [b.assignment.id]
+    assert table.state(a) == "ended"
+
+
+@pytest.mark.parametrize(
+    "kept", [order(withdrawn=CANCELLED), order(known=True)], ids=["taken back", "its end is known"]
+)
+def test_what_runs_although_it_was_taken_back_is_neither_stopped_nor_restarted_before_orders_are_current(
+    kept: Order,
+) -> None:
+    table = Table(kept, found=(found(kept),), is_current=False)
+    assert table.effects == []
+    reason = table.agent.statuses()[kept.assignment.id].reason
+    assert reason is not None
+    assert reason.code == "no_current_orders"
+    table.orders(kept)
+    assert len(table.asked(StopRun)) == 1
+
+
+def test_a_restart_that_is_wanted_waits_for_current_orders() -> None:
+    wanted = order(restart_serial=1)
+    table = Table(wanted, found=(found(wanted),), is_current=False)
+    assert table.asked(StopRun) == []
+    table.orders(wanted)
+    assert [stop.why for _, stop in table.asked(StopRun)] == ["restart_requested"]
+
+
+def test_what_has_no_supervisor_any_more_is_swept_and_started_again_only_by_current_orders() -> None:
+    """After a reboot of the host it may run elsewhere; and what lives on without its shim still serves."""
+    a = order()
+    table = Table(a, found=(found(a, shim_alive=False),), is_current=False)
+    assert table.effects == []
+    table.orders(a)
+    assert [stop.signal for _, stop in table.asked(StopRun)] == ["KILL"]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_what_happens_to_what_was_found_is_known_when_it_is_judged(is_ordered: bool) -> None:
+    """The events of a leftover that ended meanwhile do not come again: it must not wait for them for ever."""
+    a = order(spec=BATCH)
+    table = Table(found=(found(a),), is_current=False)
+    table.tell(a, exited(0, uptime=51.0))
+    table.now += 3.0
+    table.tell(a, TreeGone(run=1))
+    assert table.effects == []
+    assert table.agent.statuses() == {}
+    table.now += 7.0
+    table.orders(*((a,) if is_ordered else ()))
+    assert table.asked(StartRun) == table.asked(StopRun) == []
+    if is_ordered:
+        assert [(r.outcome.result, r.released) for _, r in table.asked(Report)] == [("succeeded", True)]
+    else:
+        assert [told.effect for told in table.effects] == [Discard()]
+
+
+def test_a_run_whose_shim_died_before_it_was_judged_ended_then() -> None:
+    a = order(spec=BATCH)
+    table = Table(found=(found(a),), is_current=False)
+    table.tell(a, ShimDied(run=1, at_utc=1_700_000_060.0))
+    table.orders(a)
+    assert [stop.signal for _, stop in table.asked(StopRun)] == ["KILL"]
+    [(_, report)] = table.asked(Report)
+    assert report.outcome.exit is not None
+    assert (report.outcome.exit.ended_by, report.outcome.exit.uptime_seconds) == ("supervisor_killed", 60.0)
+
+
+def test_time_that_passes_before_it_is_judged_counts() -> None:
+    limited = order(spec=replace(SERVICE, timeout_seconds=80.0))
+    table = Table(found=(found(limited),), is_current=False)
+    table.now += 20.0
+    table.orders(limited)
+    table.tell(limited, exited(uptime=70.0))
+    # Its tree is waited for, until its time is over: begun 70 s ago, in ten.
+    assert table.agent.deadline == table.now + 10.0
+
+
+# --- what was recalled ---------------------------------------------------------------------------------------------
+
+RECALLED = Reason(code="not_accepted", text="n1 is alive and has said nothing of this order for 5 s")
+
+
+@pytest.mark.parametrize("spec", [SERVICE, BATCH])
+@pytest.mark.parametrize("has_sandbox", [True, False])
+def test_a_recalled_order_that_was_not_begun_is_refused(spec: JobSpec, has_sandbox: bool) -> None:
+    a = order(spec=spec, recalled=RECALLED)
+    table = Table(a, found=(found(a, run=0),) if has_sandbox else ())
+    assert table.asked(StartRun) == []
+    assert table.asked(ReportRefused) == [(a.assignment.id, ReportRefused(reason=RECALLED))]
+    table.wait(REPORT_AGAIN_AFTER)
+    assert len(table.asked(ReportRefused)) == 1
+    assert table.orders() == []
+    assert table.agent.statuses() == {}
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_recalled_order_that_was_begun_goes_on_and_that_is_said_until_the_log_shows_it(is_started: bool) -> None:
+    a, recalled = order(), order(recalled=RECALLED)
+    table = Table(a)
+    if is_started:
+        table.tell(a, started())
+    accepted = [told.effect for told in table.orders(recalled)]
+    assert accepted == [ReportAccepted()]
+    assert table.orders(recalled) == []
+    table.wait(REPORT_AGAIN_AFTER)
+    assert [told.effect for told in table.effects] == [ReportAccepted()]
+    assert table.orders(a) == []
+    assert table.wait(REPORT_AGAIN_AFTER * 3) == []
+    assert table.state(a) in ("starting", "ready")
+
+
+def test_a_recalled_order_that_is_found_running_goes_on() -> None:
+    recalled = order(recalled=RECALLED)
+    table = Table(recalled, found=(found(recalled),))
+    assert table.asked(StopRun) == []
+    assert len(table.asked(ReportAccepted)) == 1
+
+
+def test_a_recalled_order_that_has_ended_is_reported_as_ended() -> None:
+    a = order(spec=BATCH)
+    table = Table(a)
+    table.tell(a, started(), exited(0), TreeGone(run=1))
+    assert table.orders(order(spec=BATCH, recalled=RECALLED)) == []
+    table.wait(REPORT_AGAIN_AFTER)
+    assert [report.released for _, report in table.asked(Report)] == [True]
+    assert table.asked(ReportAccepted) == []
+
+
+def test_a_recalled_order_that_is_cancelled_too_is_stopped() -> None:
+    a = order()
+    table = Table(a)
+    table.tell(a, started())
+    table.orders(order(recalled=RECALLED, withdrawn=CANCELLED))
+    assert len(table.asked(StopRun)) == 1
+    assert table.asked(ReportAccepted) == []
+
+
+def test_a_recall_is_not_answered_by_orders_that_are_not_current() -> None:
+    a = order(recalled=RECALLED)
+    table = Table(a, is_current=False)
+    assert table.effects == []
+    table.orders(a)
+    assert len(table.asked(ReportRefused)) == 1

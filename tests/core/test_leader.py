@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from gpulayer.core import leader as leader_module
 from gpulayer.core.base import Tick
-from gpulayer.core.cluster.commands import Command, CommitPlan, ForgetJobs, ReplicaReleased, StopJob
+from gpulayer.core.cluster.commands import (
+    AdmitNode,
+    Command,
+    CommitPlan,
+    ForgetJobs,
+    ReplicaAccepted,
+    ReplicaRefused,
+    ReplicaReleased,
+    StopJob,
+    WithdrawUnaccepted,
+)
 from gpulayer.core.leader import (
     ANSWERS_KEPT_SECONDS,
     ENDED_JOBS_KEPT_SECONDS,
@@ -20,20 +30,26 @@ from gpulayer.core.leader import (
     REFUSED_DELAY,
     RETRY_DELAY,
     Leader,
+    NodeSaid,
     PlaceableChanged,
     ProposalFailed,
     StateAdvanced,
     overdue,
 )
+from gpulayer.core.node_changes import OBSERVED_SECONDS
+from gpulayer.core.orders.acceptance import ACCEPT_SECONDS
 from gpulayer.model.cluster import ClusterState, Job
-from gpulayer.model.ids import JobId, NodeId
+from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId
 from gpulayer.model.node import Accelerator
+from gpulayer.model.record import NodeFacts
+from gpulayer.model.replica import Reason
 from gpulayer.model.units import NEVER, Instant
 from tests.core.cluster.states import (
     CANCELLED,
     Act,
     Cluster,
     admit,
+    capabilities,
     ended,
     failed,
     gpu,
@@ -61,7 +77,7 @@ class Led:
             self.cluster.do(command)
             self.step(StateAdvanced(state=self.cluster.state))
 
-    def step(self, event: StateAdvanced | PlaceableChanged | ProposalFailed | Tick) -> None:
+    def step(self, event: StateAdvanced | PlaceableChanged | NodeSaid | ProposalFailed | Tick) -> None:
         self.proposed += [effect.command for effect in self.leader.step(event, self.now)]
         self.leader.check()
         assert not isinstance(event, Tick) or self.leader.deadline > self.now, "a Tick leaves nothing undone"
@@ -272,6 +288,187 @@ def test_beyond_their_number_the_oldest_ended_jobs_go_first_in_batches() -> None
     (second,) = leader.step(StateAdvanced(state=replace(state, index=6, jobs=left)), NOW)
     assert isinstance(second.command, ForgetJobs)
     assert len(second.command.jobs) == 5, "the batch was full: the rest follows without waiting a minute"
+
+
+# --- what nodes say ------------------------------------------------------------------------------------------------
+
+N1 = NodeId("n-n1")
+
+
+def facts(name: str, *gpus: Accelerator, advertise: str = "127.0.0.1") -> NodeFacts:
+    return NodeFacts(name=name, advertise=advertise, capabilities=capabilities(*gpus))
+
+
+def says(led: Led, *attempts: AttemptId, about: NodeFacts | None = None, is_heard: bool = True) -> None:
+    led.step(NodeSaid(node=N1, facts=about, attempts=frozenset(attempts), is_heard=is_heard))
+
+
+def wait(led: Led, seconds: float) -> list[Command]:
+    """Ticks when they are due; what was proposed meanwhile."""
+    before, end = len(led.proposed), led.now + seconds
+    while led.leader.deadline <= end:
+        led.now = max(led.now, led.leader.deadline)
+        led.step(Tick())
+    led.now = Instant(end)
+    return led.proposed[before:]
+
+
+def placed() -> tuple[Led, AttemptId]:
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    led.commit()
+    assignment = led.cluster.job().replicas[0].assignment
+    assert assignment is not None
+    return led, assignment.id
+
+
+def test_an_order_that_its_node_says_nothing_of_is_recalled_after_five_seconds() -> None:
+    led, attempt = placed()
+    says(led)
+    assert wait(led, ACCEPT_SECONDS - 0.1) == []
+    [command] = wait(led, 0.2)
+    assert isinstance(command, WithdrawUnaccepted)
+    assert (command.job, command.replica, command.attempt) == (attempt.replica.job, 0, 1)
+    assert command.reason.code == "not_accepted"
+    assert "n1 is alive and has said nothing of this order for 5 s" in command.reason.text
+    led.commit()
+    assert wait(led, 60.0) == [], "said once; what follows is its node's answer"
+
+
+def test_an_order_that_is_in_its_nodes_record_is_not_recalled() -> None:
+    led, attempt = placed()
+    says(led)
+    wait(led, 1.0)
+    says(led, attempt)
+    assert wait(led, 60.0) == []
+    says(led)
+    assert wait(led, 60.0) == [], "it was taken up; what became of it is not told by its absence"
+
+
+def test_an_order_that_was_taken_up_before_its_commit_was_heard_of_is_not_recalled() -> None:
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    says(led, AttemptId(ReplicaId(JobId("j-web"), 0), 1))
+    led.commit()
+    assert wait(led, 60.0) == []
+
+
+def test_orders_of_a_node_that_is_not_heard_stay_and_get_their_time_when_it_is_back() -> None:
+    led, _ = placed()
+    assert wait(led, 60.0) == [], "nothing was heard of it yet"
+    says(led)
+    wait(led, 3.0)
+    says(led, is_heard=False)
+    assert wait(led, 60.0) == []
+    says(led)
+    assert wait(led, ACCEPT_SECONDS - 0.1) == []
+    assert len(wait(led, 0.2)) == 1
+
+
+def test_a_withdrawn_order_is_not_recalled_too() -> None:
+    led, _ = placed()
+    says(led)
+    led.do(StopJob(job=JobId("j-web"), reason=CANCELLED))
+    assert wait(led, 60.0) == []
+
+
+def test_a_recall_that_did_not_get_into_the_log_is_tried_again() -> None:
+    led, _ = placed()
+    says(led)
+    [command] = wait(led, ACCEPT_SECONDS)
+    led.proposed.clear()
+    led.step(ProposalFailed(command=command))
+    assert wait(led, ACCEPT_SECONDS - 0.1) == []
+    assert wait(led, 0.2) == [command]
+
+
+def test_a_recalled_replica_is_placed_again_when_its_node_has_refused_and_stays_when_it_has_begun() -> None:
+    for answer in (
+        ReplicaRefused(job=JobId("j-web"), replica=0, attempt=1, reason=Reason(code="not_accepted")),
+        ReplicaAccepted(job=JobId("j-web"), replica=0, attempt=1),
+    ):
+        led, attempt = placed()
+        says(led)
+        wait(led, ACCEPT_SECONDS)
+        led.commit()
+        if isinstance(answer, ReplicaAccepted):
+            says(led, attempt)
+        led.do(answer)
+        wait(led, 60.0)
+        assert [type(command) for command in led.proposed] == [CommitPlan] * isinstance(answer, ReplicaRefused)
+
+
+def test_recalls_of_a_node_that_does_nothing_any_more_are_all_made() -> None:
+    led = Led(admit("n1", cpus=1000), submit(service(replicas=200, cpus_milli=1000, spread="any")))
+    led.commit()
+    says(led)
+    recalled = wait(led, ACCEPT_SECONDS)
+    assert len({(command.replica) for command in recalled if isinstance(command, WithdrawUnaccepted)}) == 200
+
+
+def test_a_node_that_changed_is_committed_at_once_and_then_once_in_ten_seconds() -> None:
+    led = Led(admit("n1", gpu("g0")))
+    says(led, about=facts("n1", gpu("g0")))
+    assert not led.proposed
+    says(led, about=facts("n1", gpu("g0", unhealthy="lost")))
+    assert led.commit() == AdmitNode(
+        node=N1, name="n1", advertise="127.0.0.1", capabilities=capabilities(gpu("g0", unhealthy="lost"))
+    )
+    for text in ("a", "b", "c"):
+        led.now = Instant(led.now + 1.0)
+        says(led, about=facts("n1", gpu("g0", unhealthy=text)))
+    assert not led.proposed
+    assert led.leader.deadline == NOW + OBSERVED_SECONDS
+    assert (
+        wait(led, 20.0)
+        == [AdmitNode(node=N1, name="n1", advertise="127.0.0.1", capabilities=capabilities(gpu("g0", unhealthy="c")))]
+        * 2
+    ), "and once more, for it is not in the log yet"
+    led.commit()
+    assert led.proposed.pop() is not None
+    assert wait(led, 60.0) == []
+
+
+def test_a_device_that_comes_and_goes_between_two_entries_is_none() -> None:
+    led = Led(admit("n1", gpu("g0")))
+    says(led, about=facts("n1"))
+    led.commit()
+    says(led, about=facts("n1", gpu("g0")))
+    says(led, about=facts("n1"))
+    assert wait(led, 60.0) == []
+
+
+def test_what_a_refusal_has_put_into_the_log_does_not_stay_when_it_is_over() -> None:
+    led = Led(admit("n1", gpu("g0")), submit(service(gpus=1)))
+    led.commit()
+    says(led, AttemptId(ReplicaId(JobId("j-web"), 0), 1), about=facts("n1", gpu("g0")))
+    refuse(led, gpu("g0", foreign_milli=1000))
+    assert led.cluster.state.nodes[N1].capabilities.accelerators[0].foreign_milli == 1000
+    assert isinstance(led.commit(), AdmitNode)
+    assert led.cluster.state.nodes[N1].capabilities.accelerators[0].foreign_milli == 0
+
+
+def test_a_node_that_is_not_heard_or_not_admitted_is_not_committed() -> None:
+    led = Led(admit("n1", gpu("g0")))
+    says(led, about=facts("n1"), is_heard=False)
+    led.step(NodeSaid(node=NodeId("n-new"), facts=facts("new"), attempts=frozenset()))
+    assert wait(led, 60.0) == []
+    led.do(admit("n-new"))
+    assert not led.proposed, "another id"
+
+
+def test_nothing_is_proposed_before_the_whole_log_is_applied() -> None:
+    """The rest of it may hold the very plan, or the end of what is planned for."""
+    cluster = Cluster(admit("n1"), submit(service()))
+    leader = Leader(log_end=4)
+    assert leader.step(StateAdvanced(state=cluster.state), NOW) == []
+    assert leader.deadline == NEVER
+    assert leader.step(NodeSaid(node=N1, facts=facts("n1"), attempts=frozenset()), NOW) == []
+    cluster.do(submit(service("b")))
+    assert leader.step(StateAdvanced(state=cluster.state), NOW) == []
+    cluster.do(submit(service("c")))
+    [proposal, *_] = [each for each in leader.step(StateAdvanced(state=cluster.state), NOW)]
+    commands = [each.command for each in leader.step(Tick(), NOW)]
+    assert isinstance(proposal.command, AdmitNode | CommitPlan)
+    assert commands == []
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

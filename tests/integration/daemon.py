@@ -106,7 +106,7 @@ class Daemon:
                     *("--data-dir", str(self.data_dir)),
                     *("--config", str(self.config_path)),
                     *("--name", self.name),
-                    *("--api-port", str(self.api_port)),
+                    *("--api-port", str(self.api_port), "--peer-port", "0"),
                     *more,
                 ],
                 stdin=subprocess.DEVNULL,

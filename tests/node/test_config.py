@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpulayer.model.errors import InvalidRequest
-from gpulayer.node.config import UpOptions, load_config
+from gpulayer.node.config import Seed, UpOptions, load_config
+from gpulayer.runtime.routes import default_source
+from gpulayer.wire.join_token import JoinTokenText
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -31,7 +33,17 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ("api_port = 'x'", "not a whole number"),
         ("api_port = 70000", "65535"),
         ("logs = 3", "not a table"),
-        ("bind = '10.0.0.1'", "TLS"),
+        ("bind = '10.0.0.1'\nadvertise = '127.0.0.1'", "no other host can reach"),
+        ("bind = 'fe80::1'", "link-local"),
+        ("bind = '224.0.0.1'", "multicast"),
+        ("peer_port = 70000", "65535"),
+        ("join = 'n1'", "a list"),
+        ("join = [1]", "HOST:PORT"),
+        ("join = ['http://n1']", "HOST:PORT"),
+        ("join = ['n1:0']", "65535"),
+        ("join = ['10.0.1']", "no address and no name"),
+        ("join = ['0.0.0.0']", "not the address of a node"),
+        ("join_token_file = '/nonexistent/token'", "--token-file"),
         ("bind = 'example'", "IP address"),
         ("[supervision]\ncgroups = 'on'", "auto or off"),
         ("[supervision]\nservice_ports = '9-2'", "range of ports"),
@@ -79,3 +91,76 @@ def test_what_is_not_text_is_refused_before_it_can_reach_the_log() -> None:
         load_config(UpOptions(labels=(("zone", "\udcff"),)), {}, uid=0)
     with pytest.raises(InvalidRequest, match="data_dir"):
         load_config(UpOptions(data_dir="/tmp/\udcff"), {}, uid=0)
+
+
+# --- other nodes ------------------------------------------------------------------------------------------------------
+
+TOKEN = JoinTokenText(secret=b"s" * 32, pin="sha256:" + "0f" * 32)
+
+
+def test_loopback_is_the_default_and_advertised_as_it_is(tmp_path: Path) -> None:
+    config = load_config(UpOptions(config=write(tmp_path, "")), {}, uid=0)
+    assert (config.bind, config.advertise, config.peer_port, config.seeds) == ("127.0.0.1", "127.0.0.1", 7451, ())
+    assert config.name_is_derived
+
+
+def test_one_address_that_is_bound_is_the_one_advertised(tmp_path: Path) -> None:
+    config = load_config(UpOptions(config=write(tmp_path, ""), bind="10.0.0.5", name="n1"), {}, uid=0)
+    assert (config.bind, config.advertise) == ("10.0.0.5", "10.0.0.5")
+    assert not config.name_is_derived
+
+
+def test_all_addresses_with_a_seed_leave_it_to_the_way_there(tmp_path: Path) -> None:
+    config = load_config(
+        UpOptions(config=write(tmp_path, ""), bind="0.0.0.0", join=("n1",), join_token=TOKEN.text), {}, uid=0
+    )
+    assert config.advertise == ""
+    assert config.seeds == (Seed("n1", 7451),)
+
+
+def test_all_addresses_without_a_seed_are_advertised_as_the_default_route_shows(tmp_path: Path) -> None:
+    options = UpOptions(config=write(tmp_path, ""), bind="0.0.0.0")
+    found = default_source()
+    if found is None:
+        with pytest.raises(InvalidRequest, match="--advertise"):
+            load_config(options, {}, uid=0)
+    else:
+        assert load_config(options, {}, uid=0).advertise == found
+
+
+@pytest.mark.parametrize("advertise", ["127.0.0.1", "::1", "fe80::7", "0.0.0.0", "169.254.3.4"])
+def test_what_no_other_host_can_reach_is_not_advertised_beyond_loopback(tmp_path: Path, advertise: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"no other host can reach"):
+        load_config(UpOptions(config=write(tmp_path, ""), bind="::", advertise=advertise), {}, uid=0)
+
+
+def test_seeds_are_taken_from_flags_else_the_environment_else_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'join = ["file"]')
+    environ = {"GPULAYER_JOIN": "env-1:1000, [fd00::5]:1001"}
+    assert load_config(UpOptions(config=path), {}, uid=0).seeds == (Seed("file", 7451),)
+    assert load_config(UpOptions(config=path), environ, uid=0).seeds == (Seed("env-1", 1000), Seed("fd00::5", 1001))
+    assert load_config(UpOptions(config=path, join=("flag", "flag")), environ, uid=0).seeds == (Seed("flag", 7451),)
+
+
+def test_a_token_comes_from_a_flag_a_variable_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN.text + "\n")
+    path = write(tmp_path, "")
+    for options, environ in (
+        (UpOptions(config=path, join_token=TOKEN.text), {}),
+        (UpOptions(config=path), {"GPULAYER_JOIN_TOKEN": TOKEN.text}),
+        (UpOptions(config=path, join_token_file=str(file)), {"GPULAYER_JOIN_TOKEN": "another"}),
+        (UpOptions(config=path), {"GPULAYER_JOIN_TOKEN_FILE": str(file)}),
+    ):
+        config = load_config(options, environ, uid=0)
+        assert config.join_token == TOKEN
+        assert not config.warnings
+        assert TOKEN.text not in repr(config) + repr(options)
+    with pytest.raises(InvalidRequest, match="both given"):
+        load_config(UpOptions(config=path, join_token="x", join_token_file="y"), {}, uid=0)
+
+
+def test_a_wrong_token_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load_config(UpOptions(config=write(tmp_path, ""), join_token="gpj_" + "s" * 40), {}, uid=0)
+    assert "ssss" not in str(caught.value)

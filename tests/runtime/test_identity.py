@@ -19,7 +19,18 @@ import pytest
 
 from gpulayer.model.errors import GpulayerError, Refused, StorageFailed
 from gpulayer.runtime import identity
-from gpulayer.runtime.identity import DataDir, atomic_write, known_node_id, open_data_dir, this_machine
+from gpulayer.runtime.identity import (
+    DataDir,
+    Membership,
+    atomic_write,
+    check_cluster,
+    forget_membership,
+    known_node_id,
+    membership,
+    note_membership,
+    open_data_dir,
+    this_machine,
+)
 
 HOLDER = """
 import sys
@@ -284,3 +295,51 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         atomic_write(target, b"new")
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+# --- whose cluster it is ----------------------------------------------------------------------------------------------
+
+
+def test_what_cluster_it_is_of_is_known_after_a_restart(path: Path) -> None:
+    data = opened(path)
+    assert membership(path) is None
+    for member in (
+        Membership(cluster_id="c-1", is_voter=False, name="n2"),
+        Membership(cluster_id="c-1", is_voter=False, name="n3"),
+    ):
+        note_membership(data, member)
+        assert membership(path) == member
+    forget_membership(data)
+    assert membership(path) is None
+
+
+def test_a_note_of_an_older_version_is_that_of_a_voter(path: Path) -> None:
+    opened(path)
+    (path / "cluster.json").write_text('{"cluster_id": "c-1"}')
+    assert membership(path) == Membership(cluster_id="c-1", is_voter=True, name="")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"cluster_id": ""}', '{"cluster_id": "c-1", "is_voter": 1}', "["])
+def test_a_damaged_note_is_told(path: Path, text: str) -> None:
+    opened(path)
+    (path / "cluster.json").write_text(text)
+    with pytest.raises(StorageFailed, match=r"cluster\.json"):
+        membership(path)
+
+
+def test_a_lost_log_is_missed_only_where_one_has_to_be(path: Path) -> None:
+    data = opened(path)
+    note_membership(data, Membership(cluster_id="c-1", is_voter=False))
+    check_cluster(data, "")
+    note_membership(data, Membership(cluster_id="c-1"))
+    check_cluster(data, "c-1")
+    with pytest.raises(StorageFailed, match="lost its log"):
+        check_cluster(data, "")
+
+
+@pytest.mark.parametrize("trace", ["log.db", "cluster.json", "trust"])
+def test_a_directory_that_has_lost_its_identity_makes_no_new_one(path: Path, trace: str) -> None:
+    opened(path)
+    (path / "node.json").unlink()
+    (path / trace).mkdir()
+    assert trace in refusal(path).message

@@ -11,70 +11,48 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
+from gpulayer.core.cluster import registry, trust
+from gpulayer.core.cluster.applied import Accepted, Applied, Rejected, counted, event_of, free_name, rejected
 from gpulayer.core.cluster.commands import (
     AdmitNode,
     Command,
     CommitPlan,
     CreateCluster,
+    CreateJoinToken,
     CreateToken,
     ForgetJobs,
+    FoundTrust,
+    InstallKey,
+    JoinNode,
     LogEntry,
     Placement,
+    RemoveNode,
+    ReplicaAccepted,
     ReplicaEnded,
     ReplicaRefused,
     ReplicaReleased,
     RestartReplicas,
+    RetireKey,
     RevokeToken,
     StopJob,
     SubmitJob,
+    UseKey,
+    WithdrawUnaccepted,
 )
-from gpulayer.model.cluster import ROLES, ClusterState, Job, KeyedAnswer, Replica, Token
+from gpulayer.model.cluster import ClusterState, Job, KeyedAnswer, Replica
 from gpulayer.model.event import Event
 from gpulayer.model.ids import NAME_PATTERN, JobId, NodeId, ReplicaId
 from gpulayer.model.job import Requirements
-from gpulayer.model.node import Accelerator, Capabilities, Node, excluded_by
+from gpulayer.model.node import Accelerator, Node, excluded_by
 from gpulayer.model.replica import Assignment, Outcome, Reason
-from gpulayer.model.units import MILLI, format_duration, format_gpus, format_size
+from gpulayer.model.units import MILLI, format_duration, format_gpus
 
 # Event.seq is index * 1000 + k: the feed stays ordered by one number, and an entry has room for this many events.
 EVENTS_PER_ENTRY_MAX = 1000
-NAME_LENGTH_MAX = 63
-# One event has a sentence for each of so many devices.
-DEVICES_TOLD_MAX = 8
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """Done, or done before (`replayed`, and every command that says again what is so already)."""
-
-    job: JobId | None = None
-    name: str = ""
-    replayed: bool = False
-    dropped: tuple[Placement, ...] = ()
-    """Of a plan: what no longer held, and is back in the queue."""
-    skipped: tuple[str, ...] = ()
-    """Of a restart: a sentence for each replica that could not be restarted, while others were."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """Nothing was changed. The fields are those of the error that people see (model/errors.py)."""
-
-    code: str
-    message: str
-    hint: str = ""
-
-
-Result: TypeAlias = Accepted | Rejected
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    state: ClusterState
-    result: Result
-    events: tuple[Event, ...] = ()
+__all__ = ["Accepted", "Applied", "Rejected", "apply", "check"]
 
 
 def apply(state: ClusterState, entry: LogEntry) -> Applied:
@@ -90,9 +68,21 @@ def apply(state: ClusterState, entry: LogEntry) -> Applied:
 def _applied(state: ClusterState, command: Command) -> Applied:
     match command:
         case CreateCluster():
-            return _create_cluster(state, command)
+            return registry.create_cluster(state, command)
         case AdmitNode():
-            return _admit_node(state, command)
+            return registry.admit_node(state, command)
+        case JoinNode():
+            return registry.join_node(state, command)
+        case RemoveNode():
+            return registry.remove_node(state, command)
+        case FoundTrust():
+            return trust.found_trust(state, command)
+        case InstallKey():
+            return trust.install_key(state, command)
+        case UseKey():
+            return trust.use_key(state, command)
+        case RetireKey():
+            return trust.retire_key(state, command)
         case SubmitJob():
             return _submit_job(state, command)
         case StopJob():
@@ -107,154 +97,20 @@ def _applied(state: ClusterState, command: Command) -> Applied:
             return _replica_released(state, command)
         case ReplicaRefused():
             return _replica_refused(state, command)
+        case WithdrawUnaccepted():
+            return _withdraw_unaccepted(state, command)
+        case ReplicaAccepted():
+            return _replica_accepted(state, command)
         case ForgetJobs():
             return _forget_jobs(state, command)
         case CreateToken():
-            return _create_token(state, command)
+            return trust.create_token(state, command)
+        case CreateJoinToken():
+            return trust.create_join_token(state, command)
         case RevokeToken():
-            return _revoke_token(state, command)
+            return trust.revoke_token(state, command)
         case _:
             assert_never(command)
-
-
-# --- the cluster and its nodes ------------------------------------------------------------------------------------
-
-
-def _create_cluster(state: ClusterState, command: CreateCluster) -> Applied:
-    if state.cluster_id:
-        return _rejected(state, "refused", f"this log belongs to cluster {state.cluster_id} already")
-    if not command.cluster_id:
-        return _rejected(state, "invalid_request", "a cluster needs an id")
-    created = replace(state, cluster_id=command.cluster_id)
-    event = _event(created, "cluster.created", f"cluster {command.cluster_id} created")
-    return Applied(state=created, result=Accepted(), events=(event,))
-
-
-def _admit_node(state: ClusterState, command: AdmitNode) -> Applied:
-    if not NAME_PATTERN.fullmatch(command.name) or not command.node:
-        return _rejected(
-            state, "invalid_request", f"node name {command.name!r} is not a name", "use 1 to 63 of a-z, 0-9 and -"
-        )
-    namesake = next((n for n in state.nodes.values() if n.name == command.name and n.id != command.node), None)
-    if namesake is not None:
-        return _rejected(
-            state,
-            "refused",
-            f"node name {command.name} is in use by {namesake.id}",
-            "start this node with another --name",
-        )
-    wrong = _nonsense_in(command.capabilities)
-    if wrong:
-        return _rejected(state, "invalid_request", f"node {command.name}: {wrong}", "check its configuration")
-    known = state.nodes.get(command.node)
-    node = Node(
-        id=command.node,
-        name=command.name,
-        capabilities=command.capabilities,
-        advertise=command.advertise,
-        admitted_at_utc=known.admitted_at_utc if known else state.time_utc,
-        marks=known.marks if known else (),
-    )
-    if node == known:
-        return Applied(state=state, result=Accepted(name=node.name))
-    admitted = replace(state, nodes={**state.nodes, node.id: node})
-    kind, text = ("node.changed", _what_changed(known, node)) if known else ("node.admitted", _what_it_has(node))
-    event = _event(admitted, kind, text, node=node.name, data=(("id", node.id),))
-    return Applied(state=admitted, result=Accepted(name=node.name), events=(event,))
-
-
-def _nonsense_in(capabilities: Capabilities) -> str:
-    uuids = Counter(device.uuid for device in capabilities.accelerators)
-    twice = sorted(uuid for uuid, count in uuids.items() if count > 1)
-    if twice:
-        return f"accelerator {twice[0]} is there twice"
-    if capabilities.cpus_milli < 0 or capabilities.memory_mib < 0:
-        return f"{capabilities.cpus_milli} milli-CPUs and {capabilities.memory_mib} MiB of memory are no amounts"
-    return ""
-
-
-def _what_it_has(node: Node) -> str:
-    gpus = len([device for device in node.capabilities.accelerators if device.kind != "cpu"])
-    text = f"node {node.name} joined at {node.advertise} with {_count(gpus, 'GPU')}"
-    has = node.capabilities
-    if has.gpu_detect == "error":
-        text += f"; gpu_detect=error: {'; '.join(has.undetected)}"
-    return text
-
-
-def _what_changed(old: Node, new: Node) -> str:
-    changes = []
-    if old.name != new.name:
-        changes.append(f"it was called {old.name}")
-    if old.advertise != new.advertise:
-        changes.append(f"it is reached at {new.advertise}, was {old.advertise}")
-    changes += _what_changed_in_devices(old.capabilities, new.capabilities)
-    if not changes:
-        changes.append("its CPUs, memory, labels or drivers are others")
-    return f"node {new.name} changed: " + "; ".join(changes)
-
-
-def _what_changed_in_devices(old: Capabilities, new: Capabilities) -> list[str]:
-    """What people want to hear of devices: which one, and why. The rest is counted."""
-    before = {device.uuid: device for device in old.accelerators}
-    after = {device.uuid: device for device in new.accelerators}
-    told = []
-    if _detection(old) != _detection(new):
-        told.append(_detection(new))
-    if before.keys() != after.keys():
-        told.append(f"it has {_count(len(after), 'accelerator')}, had {len(before)}")
-    for uuid, device in sorted(after.items()):
-        was = before.get(uuid)
-        name = _called(device)
-        if device.unhealthy != (was.unhealthy if was is not None else ""):
-            told.append(f"{name} is unhealthy: {device.unhealthy}" if device.unhealthy else f"{name} is well again")
-        if device.foreign != (was.foreign if was is not None else ""):
-            told.append(
-                f"{name} is used by others: {device.foreign}" if device.foreign else f"{name} is free of others"
-            )
-    if not told and old.accelerators != new.accelerators:
-        facts = {uuid: _what_changed_in_facts(before[uuid], device) for uuid, device in sorted(after.items())}
-        told = [f"{_called(after[uuid])} has {text}" for uuid, text in facts.items() if text]
-        told = told or ["facts of its accelerators are others"]
-    if len(told) > DEVICES_TOLD_MAX:
-        told = [*told[:DEVICES_TOLD_MAX], f"and {len(told) - DEVICES_TOLD_MAX} more"]
-    return told
-
-
-def _called(device: Accelerator) -> str:
-    """`GPU-ecdd… (GPU 0, A100)`: the whole UUID, as a log is searched for it."""
-    number = f"GPU {device.index}" if device.index is not None else ""
-    known_as = ", ".join(word for word in (number, device.model) if word)
-    return f"{device.uuid} ({known_as})" if known_as else device.uuid
-
-
-def _what_changed_in_facts(was: Accelerator, now: Accelerator) -> str:
-    """`memory 40GiB, was 80GiB`. Health and who uses it are told otherwise."""
-    pairs = [
-        ("kind", was.kind, now.kind),
-        ("vendor", was.vendor, now.vendor),
-        ("model", was.model, now.model),
-        ("memory", format_size(was.memory_mib), format_size(now.memory_mib)),
-        ("source", was.source, now.source),
-        ("number", was.index, now.index),
-        ("compute capability", was.compute_capability, now.compute_capability),
-        ("PCI address", was.pci_bus_id, now.pci_bus_id),
-        ("NUMA node", was.numa_node, now.numa_node),
-        ("NVLink to", ", ".join(was.nvlink_peers), ", ".join(now.nvlink_peers)),
-        ("parent", was.parent, now.parent),
-        ("used by others", format_gpus(was.foreign_milli), format_gpus(now.foreign_milli)),
-    ]
-    none = (None, "")
-    return ", ".join(
-        f"{what} {'none' if after in none else after}, was {'none' if before in none else before}"
-        for what, before, after in pairs
-        if before != after
-    )
-
-
-def _detection(capabilities: Capabilities) -> str:
-    why = "; ".join(capabilities.undetected) if capabilities.gpu_detect == "error" else ""
-    return f"gpu_detect={capabilities.gpu_detect}" + (f": {why}" if why else "")
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -266,12 +122,12 @@ def _submit_job(state: ClusterState, command: SubmitJob) -> Applied:
     if answer is not None:
         return _replayed(state, command, answer)
     if not NAME_PATTERN.fullmatch(command.job):
-        return _rejected(state, "invalid_request", f"{command.job!r} is not a job id")
+        return rejected(state, "invalid_request", f"{command.job!r} is not a job id")
     if command.job in state.jobs:
-        return _rejected(state, "refused", f"job id {command.job} is in use", "submit again")
+        return rejected(state, "refused", f"job id {command.job} is in use", "submit again")
     namesake = state.live_job_named(command.spec.name)
     if namesake is not None and not command.name_is_derived:
-        return _rejected(
+        return rejected(
             state,
             "refused",
             f"name {namesake.name} is in use by job {namesake.id}",
@@ -279,7 +135,11 @@ def _submit_job(state: ClusterState, command: SubmitJob) -> Applied:
             if namesake.stopping is None
             else f"it is stopping: submit again when gpulayer job wait {namesake.id} returns, or choose another --name",
         )
-    name = command.spec.name if namesake is None else _free_name(state, command.spec.name)
+    name = (
+        command.spec.name
+        if namesake is None
+        else free_name({job.name for job in state.jobs.values() if job.is_live}, command.spec.name)
+    )
     spec = command.spec.named(name)
     job = Job(
         id=command.job,
@@ -294,10 +154,10 @@ def _submit_job(state: ClusterState, command: SubmitJob) -> Applied:
     if key:
         kept = KeyedAnswer(at_utc=state.time_utc, request_digest=command.request_digest, job=job.id)
         submitted = replace(submitted, answers={**state.answers, key: kept})
-    event = _event(
+    event = event_of(
         submitted,
         "job.submitted",
-        f"{spec.kind} {name} submitted with {_count(spec.replicas, 'replica')}",
+        f"{spec.kind} {name} submitted with {counted(spec.replicas, 'replica')}",
         job=job.id,
         data=(("name", name), ("revision", "1")),
     )
@@ -306,7 +166,7 @@ def _submit_job(state: ClusterState, command: SubmitJob) -> Applied:
 
 def _replayed(state: ClusterState, command: SubmitJob, answer: KeyedAnswer) -> Applied:
     if answer.request_digest != command.request_digest:
-        return _rejected(
+        return rejected(
             state,
             "idempotency_conflict",
             f"Idempotency-Key {command.idempotency_key} was used for another request, which made job {answer.job}",
@@ -317,24 +177,13 @@ def _replayed(state: ClusterState, command: SubmitJob, answer: KeyedAnswer) -> A
     return Applied(state=state, result=Accepted(job=answer.job, name=name, replayed=True))
 
 
-def _free_name(state: ClusterState, wanted: str) -> str:
-    taken = {job.name for job in state.jobs.values() if job.is_live}
-    number = 2
-    while True:
-        suffix = f"-{number}"
-        name = wanted[: NAME_LENGTH_MAX - len(suffix)] + suffix
-        if name not in taken:
-            return name
-        number += 1
-
-
 def _stop_job(state: ClusterState, command: StopJob) -> Applied:
     job = state.jobs.get(command.job)
     if job is None:
         return _no_such_job(state, command.job)
     if job.outcome is not None:
         ago = format_duration(max(0.0, state.time_utc - (job.ended_at_utc or 0.0)))
-        return _rejected(
+        return rejected(
             state,
             "refused",
             f"job {job.name} ended already ({job.outcome.result} {ago} ago: {_told(job.outcome)})",
@@ -350,7 +199,7 @@ def _stop_job(state: ClusterState, command: StopJob) -> Applied:
 def _stopping(state: ClusterState, job: Job, outcome: Outcome, why: Reason) -> tuple[Job, tuple[Event, ...]]:
     """The job with everything of it told to stop; what was never placed has nothing to wait for and ends at once."""
     told = replace(job, stopping=outcome, replicas=tuple(_told_to_stop(replica, why) for replica in job.replicas))
-    event = _event(
+    event = event_of(
         state,
         "job.stopping",
         f"{job.name} is stopping: {outcome.reason.text or outcome.reason.code}",
@@ -378,13 +227,13 @@ def _restart_replicas(state: ClusterState, command: RestartReplicas) -> Applied:
     chosen = [index for index, words in obstacles.items() if not words]
     if not chosen:
         # All are named, up to a bound: the message travels to a terminal.
-        return _rejected(state, "refused", "; ".join(skipped[:5]), "only a replica that is placed can be restarted")
+        return rejected(state, "refused", "; ".join(skipped[:5]), "only a replica that is placed can be restarted")
     replicas = list(job.replicas)
     for index in chosen:
         replicas[index] = _with_new_serial(replicas[index])
     restarted = replace(job, replicas=tuple(replicas))
     events = tuple(
-        _event(
+        event_of(
             state,
             "replica.restart_requested",
             f"a new run of replica {index} of {job.name} was asked for",
@@ -455,7 +304,7 @@ def _held(state: ClusterState) -> _Held:
 
 def _commit_plan(state: ClusterState, command: CommitPlan) -> Applied:
     if not 0 <= command.based_on < state.index:
-        return _rejected(state, "invalid_request", f"a plan based on index {command.based_on} at {state.index}")
+        return rejected(state, "invalid_request", f"a plan based on index {command.based_on} at {state.index}")
     held = _held(state)
     changed: dict[JobId, list[Replica]] = {}
     dropped = []
@@ -536,7 +385,7 @@ def _assignment(placement: Placement, job: Job, replica: Replica) -> Assignment:
 def _assigned_event(state: ClusterState, job: Job, assignment: Assignment, node: Node) -> Event:
     gpus = sum(share.milli for share in assignment.devices)
     with_gpus = f" with {format_gpus(gpus)} GPU{'s' if gpus > MILLI else ''}" if gpus else ""
-    return _event(
+    return event_of(
         state,
         "replica.assigned",
         f"replica {assignment.replica.index} of {job.name} placed on {node.name}{with_gpus}",
@@ -566,11 +415,11 @@ def _replica_ended(state: ClusterState, command: ReplicaEnded) -> Applied:
     ended = replace(
         replica,
         outcome=command.outcome,
-        assignment=None if command.released else assignment,
+        assignment=None if command.released else replace(assignment, recalled=None),
     )
     job = _with_replica(job, ended)
     events: tuple[Event, ...] = (
-        _event(
+        event_of(
             state,
             "replica.ended",
             f"replica {replica.index} of {job.name} ended on {_node_name(state, assignment.node)}: "
@@ -637,9 +486,7 @@ def _ended_again(state: ClusterState, job: Job, replica: Replica, command: Repli
     if command.outcome == replica.outcome:
         return accepted
     assert replica.outcome is not None
-    return _rejected(
-        state, "refused", f"replica {replica.index} of {job.name} ended already ({_told(replica.outcome)})"
-    )
+    return rejected(state, "refused", f"replica {replica.index} of {job.name} ended already ({_told(replica.outcome)})")
 
 
 def _replica_released(state: ClusterState, command: ReplicaReleased) -> Applied:
@@ -650,7 +497,7 @@ def _replica_released(state: ClusterState, command: ReplicaReleased) -> Applied:
     if command.attempt != replica.attempts or command.attempt == 0:
         return _not_that_attempt(state, job, replica, command.attempt)
     if replica.outcome is None:
-        return _rejected(
+        return rejected(
             state, "refused", f"replica {replica.index} of {job.name} has not ended", "report its end first"
         )
     if replica.assignment is None:
@@ -674,7 +521,7 @@ def _replica_refused(state: ClusterState, command: ReplicaRefused) -> Applied:
         released = _release(state, job, replica, assignment)
         return replace(released, events=released.events + observed_events)
     name = _node_name(state, assignment.node)
-    event = _event(
+    event = event_of(
         state,
         "replica.refused",
         f"{name} cannot run replica {replica.index} of {job.name}, which waits again: "
@@ -692,6 +539,65 @@ def _replica_refused(state: ClusterState, command: ReplicaRefused) -> Applied:
     return _finish(state, _with_replica(job, freed), events)
 
 
+def _withdraw_unaccepted(state: ClusterState, command: WithdrawUnaccepted) -> Applied:
+    """The assignment stays, and holds its capacity, until its node has said whether it had begun with it."""
+    found = _unfinished(state, command.job, command.replica, command.attempt)
+    if isinstance(found, Applied):
+        return found
+    job, replica, assignment = found
+    if assignment.recalled is not None or assignment.withdrawn is not None:
+        return Applied(state=state, result=Accepted(job=job.id, name=job.name))
+    name = _node_name(state, assignment.node)
+    event = event_of(
+        state,
+        "replica.recalled",
+        f"replica {replica.index} of {job.name} is placed anew unless {name} has begun with it: "
+        f"{command.reason.text or command.reason.code}",
+        job=job.id,
+        replica=replica.index,
+        node=name,
+        data=(("attempt", str(command.attempt)), ("reason", command.reason.code)),
+    )
+    recalled = replace(replica, assignment=replace(assignment, recalled=command.reason))
+    return _finish(state, _with_replica(job, recalled), (event,))
+
+
+def _replica_accepted(state: ClusterState, command: ReplicaAccepted) -> Applied:
+    found = _unfinished(state, command.job, command.replica, command.attempt)
+    if isinstance(found, Applied):
+        return found
+    job, replica, assignment = found
+    if assignment.recalled is None:
+        return Applied(state=state, result=Accepted(job=job.id, name=job.name))
+    name = _node_name(state, assignment.node)
+    event = event_of(
+        state,
+        "replica.accepted",
+        f"{name} had begun with replica {replica.index} of {job.name}, which stays there",
+        job=job.id,
+        replica=replica.index,
+        node=name,
+        data=(("attempt", str(command.attempt)),),
+    )
+    kept = replace(replica, assignment=replace(assignment, recalled=None))
+    return _finish(state, _with_replica(job, kept), (event,))
+
+
+def _unfinished(
+    state: ClusterState, job_id: JobId, index: int, attempt: int
+) -> tuple[Job, Replica, Assignment] | Applied:
+    """The replica with its assignment, if that is of this attempt and its end is not known; else the answer."""
+    found = _find(state, job_id, index)
+    if isinstance(found, Rejected):
+        return Applied(state=state, result=found)
+    job, replica = found
+    if replica.assignment is None or replica.assignment.attempt != attempt:
+        return _not_that_attempt(state, job, replica, attempt)
+    if replica.outcome is not None:
+        return rejected(state, "refused", f"replica {index} of {job.name} ended already ({_told(replica.outcome)})")
+    return job, replica, replica.assignment
+
+
 def _with_observed(
     state: ClusterState, node_id: NodeId, observed: tuple[Accelerator, ...]
 ) -> tuple[ClusterState, tuple[Event, ...]]:
@@ -704,7 +610,9 @@ def _with_observed(
     changed = replace(node, capabilities=replace(node.capabilities, accelerators=devices))
     if changed == node:
         return state, ()
-    event = _event(state, "node.changed", _what_changed(node, changed), node=node.name, data=(("id", node.id),))
+    event = event_of(
+        state, "node.changed", registry.what_changed(node, changed), node=node.name, data=(("id", node.id),)
+    )
     return replace(state, nodes={**state.nodes, node.id: changed}), (event,)
 
 
@@ -715,7 +623,7 @@ def _release(state: ClusterState, job: Job, replica: Replica, assignment: Assign
 
 def _released_event(state: ClusterState, job: Job, assignment: Assignment) -> Event:
     index = assignment.replica.index
-    return _event(
+    return event_of(
         state,
         "replica.released",
         f"nothing of replica {index} of {job.name} is left on {_node_name(state, assignment.node)}; "
@@ -734,7 +642,7 @@ def _finish(state: ClusterState, job: Job, events: tuple[Event, ...]) -> Applied
         job = replace(job, outcome=replace(job.stopping, restarts=restarts), ended_at_utc=state.time_utc)
         assert job.outcome is not None
         events += (
-            _event(
+            event_of(
                 state,
                 "job.ended",
                 f"{job.name} {job.outcome.result}: {_told(job.stopping or job.outcome)}",
@@ -746,60 +654,31 @@ def _finish(state: ClusterState, job: Job, events: tuple[Event, ...]) -> Applied
 
 
 def _forget_jobs(state: ClusterState, command: ForgetJobs) -> Applied:
-    """Those of the named that are there and have ended; a live job is never forgotten, whoever asks (P1)."""
+    """Those of the named that are there, and have ended or expired; a live job is never forgotten (P1)."""
     gone = {id for id in command.jobs if id in state.jobs and not state.jobs[id].is_live}
     answers = {key for key in command.answers if key in state.answers}
-    if not gone and not answers:
-        return _rejected(state, "refused", "none of these is an ended job or a kept answer")
+    tokens = {
+        id
+        for id in command.join_tokens
+        if id in state.join_tokens and state.join_tokens[id].expires_at_utc <= state.time_utc
+    }
+    if not gone and not answers and not tokens:
+        return rejected(state, "refused", "none of these is an ended job, a kept answer or an expired join token")
     kept = replace(
         state,
         jobs={id: job for id, job in state.jobs.items() if id not in gone},
         answers={key: answer for key, answer in state.answers.items() if key not in answers},
+        join_tokens={id: token for id, token in state.join_tokens.items() if id not in tokens},
     )
     events = (
-        (_event(kept, "jobs.forgotten", f"{_count(len(gone), 'ended job')} past the keeping time forgotten"),)
+        (event_of(kept, "jobs.forgotten", f"{counted(len(gone), 'ended job')} past the keeping time forgotten"),)
         if gone
         else ()
     )
     return Applied(state=kept, result=Accepted(), events=events)
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------
-
-
-def _create_token(state: ClusterState, command: CreateToken) -> Applied:
-    if command.role not in ROLES:
-        return _rejected(state, "invalid_request", f"role {command.role!r} is unknown", "use " + ", ".join(ROLES))
-    if not command.token or not command.digest:
-        return _rejected(state, "invalid_request", "a token needs an id and a digest")
-    if command.token in state.tokens:
-        return _rejected(state, "refused", f"token id {command.token} is in use", "create it again")
-    token = Token(
-        id=command.token,
-        role=command.role,
-        digest=command.digest,
-        label=command.label,
-        created_at_utc=state.time_utc,
-    )
-    created = replace(state, tokens={**state.tokens, token.id: token})
-    label = f" ({token.label})" if token.label else ""
-    event = _event(created, "token.created", f"token {token.id}{label} with role {token.role} created")
-    return Applied(state=created, result=Accepted(), events=(event,))
-
-
-def _revoke_token(state: ClusterState, command: RevokeToken) -> Applied:
-    if command.token not in state.tokens:
-        return _rejected(state, "not_found", f"there is no token {command.token}", "see gpulayer token list")
-    revoked = replace(state, tokens={id: token for id, token in state.tokens.items() if id != command.token})
-    event = _event(revoked, "token.revoked", f"token {command.token} revoked")
-    return Applied(state=revoked, result=Accepted(), events=(event,))
-
-
 # --- parts --------------------------------------------------------------------------------------------------------
-
-
-def _rejected(state: ClusterState, code: str, message: str, hint: str = "") -> Applied:
-    return Applied(state=state, result=Rejected(code=code, message=message, hint=hint))
 
 
 def _no_such_job(state: ClusterState, job: JobId) -> Applied:
@@ -817,7 +696,7 @@ def _not_that_attempt(state: ClusterState, job: Job, replica: Replica, attempt: 
         now = f"is at attempt {replica.attempts}, not at attempt {attempt}"
     else:
         now = f"is not placed yet, so not at attempt {attempt}"
-    return _rejected(state, "refused", f"replica {replica.index} of {job.name} {now}")
+    return rejected(state, "refused", f"replica {replica.index} of {job.name} {now}")
 
 
 def _find(state: ClusterState, job_id: JobId, index: int) -> tuple[Job, Replica] | Rejected:
@@ -856,36 +735,8 @@ def _told(outcome: Outcome) -> str:
             text = f"signal {outcome.exit.signal}"
     # Whoever wrote the reason may have counted already.
     if outcome.restarts and "restart" not in text:
-        text += f" after {_count(outcome.restarts, 'restart')}"
+        text += f" after {counted(outcome.restarts, 'restart')}"
     return text
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _event(
-    state: ClusterState,
-    kind: str,
-    text: str,
-    *,
-    job: str = "",
-    replica: int | None = None,
-    node: str = "",
-    data: tuple[tuple[str, str], ...] = (),
-) -> Event:
-    return Event(
-        source="log",
-        epoch=0,
-        seq=0,
-        at_utc=state.time_utc,
-        kind=kind,
-        job=job,
-        replica=replica,
-        node=node,
-        text=text,
-        data=data,
-    )
 
 
 def _numbered(events: tuple[Event, ...], index: int) -> tuple[Event, ...]:
@@ -911,7 +762,15 @@ def check(state: ClusterState) -> None:
     for job_id, job in state.jobs.items():
         assert job.id == job_id, f"job {job.id} is kept under {job_id}"
         _check_job(job)
+    held_by = {
+        replica.assignment.node
+        for job in state.jobs.values()
+        for replica in job.replicas
+        if replica.assignment is not None
+    }
+    assert held_by <= state.nodes.keys(), f"assigned to nodes that are not there: {held_by - state.nodes.keys()}"
     _check_devices(state.jobs)
+    trust.check_trust(state)
 
 
 def _check_job(job: Job) -> None:
@@ -940,6 +799,7 @@ def _check_job(job: Job) -> None:
         assert assignment.restart_serial == replica.restart_serial, f"{where}: restart serials differ"
         assert 1 <= assignment.revision <= job.revision, f"{where}: revision {assignment.revision}"
         assert replica.last_node == assignment.node, f"{where}: last node {replica.last_node}"
+        assert replica.outcome is None or assignment.recalled is None, f"{where} has ended and is recalled"
         if job.stopping is not None and replica.outcome is None:
             assert assignment.withdrawn is not None, f"{where} was not told to stop"
 

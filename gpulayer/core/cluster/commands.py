@@ -46,7 +46,9 @@ class JoinNode:
     """A host shows a join token and becomes a node; one use of the token is spent in the same entry.
 
     Again for a node that is known, with a token that has uses left: it is the same node (its certificate was lost).
-    `name_is_derived`: a name in use gets a suffix instead of a refusal. Answered by the name it has."""
+    `name_is_derived`: a name in use gets a suffix instead of a refusal. Answered by the name it has.
+    `key_digest`: of the public key that it wants certified. The same node with the same key may ask again with a token
+    that it has spent, and no further use is spent: an answer that was lost on its way costs nobody a new token."""
 
     node: NodeId
     name: str
@@ -54,6 +56,7 @@ class JoinNode:
     advertise: str
     capabilities: Capabilities
     token_digest: str
+    key_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +198,11 @@ class ReplicaAccepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetJobs:
-    """Ended jobs and old idempotency answers that are past their keeping time."""
+    """Ended jobs, old idempotency answers and expired join tokens that are past their keeping time."""
 
     jobs: tuple[JobId, ...] = ()
     answers: tuple[str, ...] = ()
+    join_tokens: tuple[TokenId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,9 +142,8 @@ def _replica_view(
     elif assignment is None:
         view = replace(base, reason=_reason_to_wait(job, replica.index, waiting_reasons))
     elif status is None:
-        view = replace(
-            base, state="assigned", reason=Reason(code="starting", text=f"{base.node} has not reported it yet")
-        )
+        not_reported = Reason(code="starting", text=f"{base.node} has not reported it yet")
+        view = replace(base, state="assigned", reason=assignment.recalled or not_reported)
     else:
         state: ReplicaState = "assigned" if status.state == "waiting" else status.state
         view = replace(base, state=state, reason=_reason_of(base, status))
@@ -154,7 +153,10 @@ def _replica_view(
         view = replace(view, state="stopping", reason=said or assignment.withdrawn, endpoint=None)
     elif replica.outcome is None and assignment is not None and assignment.node in nodes:
         view = replace(view, warning=_unhealthy_device(job.spec, view, nodes[assignment.node]) or view.warning)
-    view = replace(view, next=_next(job.spec, view, now_utc))
+    if assignment is not None and assignment.recalled is not None and view.state == "assigned":
+        view = replace(view, next=f"placed again as soon as {base.node} says that it has not begun with it")
+    else:
+        view = replace(view, next=_next(job.spec, view, now_utc))
     return replace(
         view,
         reason=with_hint(view.reason, job.name) if view.reason is not None else None,

@@ -22,6 +22,8 @@ class Profile:
     gossip_fanout: int = 3
     transmit_factor: int = 6
     """A rumour is sent at most this · ceil(log10(N + 1)) times."""
+    delta_transmit_factor: int = 1
+    """Of a small change that rides along; whoever misses it hears of its version and pulls."""
     suspicion_min: float = 3.0
     suspicion_per_log10: float = 1.5
     suspicion_max_factor: float = 6.0
@@ -38,7 +40,11 @@ class Profile:
     late_wake: float = 0.3
     sync_interval: float = 10.0
     reconnect_interval: float = 10.0
+    refusal_grace: float = 0.1
+    """Between the second refusal and the death that it proves: for a word that the member lives after all."""
     tombstone: float = 24 * 3600.0
+    record_tombstone: float = 120.0
+    """So long a deleted key of our record is remembered; who misses it for longer is sent the whole record."""
     leave_timeout: float = 3.0
     leave_acks: int = 3
     link_idle: float = 60.0
@@ -71,3 +77,6 @@ class Profile:
 
     def transmissions(self, members: int) -> int:
         return self.transmit_factor * math.ceil(math.log10(members + 1))
+
+    def delta_transmissions(self, members: int) -> int:
+        return max(1, self.delta_transmit_factor * math.ceil(math.log10(members + 1)))

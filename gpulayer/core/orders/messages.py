@@ -55,12 +55,16 @@ class Reported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """All of them: the answer to OrdersAsked, from a state that was current when the asking arrived."""
+    """The answer to OrdersAsked, from a state that was current when the asking arrived: all of them, in as many parts
+    as it takes. A part is nothing to act on without the others."""
 
     serial: int
     stamp: OrderStamp
     orders: tuple[Order, ...]
     registry: tuple[NodeId, ...] = ()
+    """In the first part."""
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +75,9 @@ class OrdersDelta:
     stamp: OrderStamp
     changed: tuple[Order, ...] = ()
     gone: tuple[AttemptId, ...] = ()
-    registry: tuple[NodeId, ...] | None = None
-    """None: as it was."""
+    admitted: tuple[NodeId, ...] = ()
+    removed: tuple[NodeId, ...] = ()
+    """Of the registry: what changed and not the whole, for with n nodes joining that would be sent n² times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +106,17 @@ class ReportAnswered:
 
 NodeToLeader: TypeAlias = OrdersAsked | OrdersHeard | Reported
 LeaderToNode: TypeAlias = Orders | OrdersDelta | OrdersConfirmed | OrdersDenied | ReportAnswered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardOrders:
+    """What a node holds of its orders, and keeps over its restarts. `is_whole` False: its copy was damaged, and only
+    the stamp, below which it must believe nobody, is certain."""
+
+    stamp: OrderStamp
+    orders: tuple[Order, ...] = ()
+    registry: tuple[NodeId, ...] = ()
+    is_whole: bool = True
 
 
 # --- the node's machine: events and effects -------------------------------------------------------------------------

@@ -37,9 +37,11 @@ from gpulayer.core.replica.messages import (
     ListenerMissing,
     Note,
     Order,
+    Owed,
     ReplicaEffect,
     ReplicaEvent,
     Report,
+    ReportAccepted,
     ReportRefused,
     ReportReleased,
     RestartRequested,
@@ -55,6 +57,7 @@ from gpulayer.core.replica.messages import (
     Withdrawn,
 )
 from gpulayer.model.job import JobSpec
+from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import Endpoint, Exit, Outcome, Reason, ReplicaState, ReplicaStatus
 from gpulayer.model.units import NEVER, Instant
 
@@ -209,6 +212,8 @@ def begin(order: Order, now: Instant, *, advertise: str) -> Step:
         return release(order, None, now, advertise=advertise)
     if order.assignment.withdrawn is not None:
         return _told(life, _cancelled(life, order.assignment.withdrawn, None, gone=True), now)
+    if order.assignment.recalled is not None:
+        return _told(life, _declined(life, order.assignment.recalled, ()), now)
     return _told(life, _launch(life, "first start"), now)
 
 
@@ -580,17 +585,21 @@ def _start_refused(life: Lifecycle, event: StartRefused) -> Step:
     """Not a failure of the job, so no policy is asked: it waits for its turn again, here or elsewhere."""
     match life.phase:
         case Launching(cancelled=None):
-            refused = ReportRefused(reason=event.reason, observed=event.observed)
-            text = f"run {life.run} is not started here: {event.reason.text or event.reason.code}"
-            life = replace(life, phase=Ended(outcome=None, gone=True, refused=refused))
-            announce = _announce(life, "replica.refused", text, reason=event.reason.code)
-            return life, [Note(text=f"{text}; it waits to be placed again"), announce, refused, Discard()]
+            return _declined(life, event.reason, event.observed)
         case Launching(cancelled=reason) if reason is not None:
             return _cancelled(life, reason, None, gone=True)
         case Launching() | Starting() | Ready() | Unready() | Stopping() | BackingOff() | Ended():
             return life, []
         case _:
             assert_never(life.phase)
+
+
+def _declined(life: Lifecycle, reason: Reason, observed: tuple[Accelerator, ...]) -> Step:
+    refused = ReportRefused(reason=reason, observed=observed)
+    text = f"run {max(1, life.run)} is not started here: {reason.text or reason.code}"
+    life = replace(life, phase=Ended(outcome=None, gone=True, refused=refused))
+    announce = _announce(life, "replica.refused", text, reason=reason.code)
+    return life, [Note(text=f"{text}; it waits to be placed again"), announce, refused, Discard()]
 
 
 def _process_ended(life: Lifecycle, exit: Exit, now: Instant) -> Step:
@@ -786,10 +795,11 @@ def _end(
     return life, [*effects, Discard()] if gone else effects
 
 
-def owed(life: Lifecycle, *, outcome_known: bool) -> Report | ReportReleased | ReportRefused | None:
-    """What the log must still hear of an attempt that has ended; agent.py says it again until the log shows it."""
+def owed(life: Lifecycle, *, outcome_known: bool, is_recalled: bool = False) -> Owed | None:
+    """What the log must still hear of an attempt; agent.py says it again until the log shows it. `is_recalled`: the log
+    thinks that it has not begun."""
     if not isinstance(life.phase, Ended):
-        return None
+        return ReportAccepted() if is_recalled and not outcome_known else None
     if not outcome_known and life.phase.refused is not None:
         return life.phase.refused
     if not outcome_known and life.phase.outcome is not None:

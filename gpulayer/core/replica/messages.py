@@ -187,6 +187,11 @@ class ReportRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportAccepted:
+    """The order was recalled, and is being carried out here already. To be committed: it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
     """Nothing will run here any more: let the shim go. Logs and sandbox stay for their keeping time."""
 
@@ -200,7 +205,9 @@ class Announce:
     data: tuple[tuple[str, str], ...] = ()
 
 
-ReplicaEffect: TypeAlias = StartRun | StopRun | Note | Report | ReportReleased | ReportRefused | Discard | Announce
+Owed: TypeAlias = Report | ReportReleased | ReportRefused | ReportAccepted
+"""What is said again until the log shows it."""
+ReplicaEffect: TypeAlias = StartRun | StopRun | Note | Owed | Discard | Announce
 
 # --- what a starting daemon finds -------------------------------------------------------------------------------
 
@@ -254,9 +261,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdersChanged:
-    """The full list of what this node shall run, as the log has it now."""
+    """The full list of what this node shall run, as the log has it now. `is_current` False: as it was when the leader
+    was last heard; nothing new is begun from it and nothing stopped."""
 
     orders: tuple[Order, ...]
+    is_current: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

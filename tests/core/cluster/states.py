@@ -15,25 +15,36 @@ from gpulayer.core.cluster.commands import (
     Command,
     CommitPlan,
     CreateCluster,
+    CreateJoinToken,
     CreateToken,
     ForgetJobs,
+    FoundTrust,
+    InstallKey,
+    JoinNode,
     LogEntry,
     Placement,
+    RemoveNode,
+    ReplicaAccepted,
     ReplicaEnded,
     ReplicaRefused,
     ReplicaReleased,
     RestartReplicas,
+    RetireKey,
     RevokeToken,
     StopJob,
     SubmitJob,
+    UseKey,
+    WithdrawUnaccepted,
 )
+from gpulayer.core.cluster.trust import key_id
 from gpulayer.core.leader import as_command
 from gpulayer.core.placement.plan import plan
 from gpulayer.model.cluster import ClusterState, Job
-from gpulayer.model.ids import AttemptId, JobId, NodeId, TokenId
+from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId, TokenId
 from gpulayer.model.job import JobSpec, Requirements
 from gpulayer.model.node import VENDOR_OF_KIND, Accelerator, Capabilities
 from gpulayer.model.replica import DeviceShare, Exit, Outcome, Reason
+from gpulayer.model.trust import Authority, GossipKey
 
 GIB = 1024
 CANCELLED = Reason(code="cancelled", text="cancelled by a person")
@@ -164,6 +175,7 @@ def shuffled(state: ClusterState, seed: int) -> ClusterState:
         nodes=mixed(state.nodes),
         jobs=mixed(state.jobs),
         tokens=mixed(state.tokens),
+        join_tokens=mixed(state.join_tokens),
         answers=mixed(state.answers),
     )
 
@@ -271,6 +283,18 @@ def _refuses_something(seed: int, observed: list[Accelerator]) -> Act:
     return act
 
 
+def _recalls_something(seed: int, accepts: bool) -> Act:
+    def act(state: ClusterState) -> Command:
+        found = _placed(state, seed) or AttemptId(ReplicaId(JobId("j-a"), 0), 1)
+        job, index = found.replica.job, found.replica.index
+        if accepts:
+            return ReplicaAccepted(job=job, replica=index, attempt=found.attempt)
+        reason = Reason(code="no_answer", text="its node says nothing")
+        return WithdrawUnaccepted(job=job, replica=index, attempt=found.attempt, reason=reason)
+
+    return act
+
+
 def _always(command: Command) -> Act:
     return lambda _: command
 
@@ -321,6 +345,39 @@ _nonsense: st.SearchStrategy[Command] = st.one_of(
 
 _ends = st.builds(_ends_something, st.integers(0, 100), outcomes, st.booleans())
 _refusals = st.builds(_refuses_something, st.integers(0, 100), gpus)
+_recalls = st.builds(_recalls_something, st.integers(0, 100), st.booleans())
+_keys = st.sampled_from([GossipKey(id=key_id(letter * 32), secret=letter * 32) for letter in (b"a", b"b", b"c")])
+_join_token_ids = st.sampled_from([TokenId("t-1"), TokenId("t-2")])
+_trust: st.SearchStrategy[Command] = st.one_of(
+    st.builds(FoundTrust, authority=st.just(Authority(certificate_pem="c", private_key_pem="k")), key=_keys),
+    st.builds(InstallKey, key=_keys),
+    st.builds(UseKey, key_id=_keys.map(lambda key: key.id)),
+    st.builds(RetireKey, key_id=_keys.map(lambda key: key.id)),
+    st.builds(
+        CreateJoinToken,
+        token=_join_token_ids,
+        digest=st.sampled_from(["d1", "d2"]),
+        uses=st.integers(0, 3),
+        expires_at_utc=st.sampled_from([3.0, 10.0, 1000.0]),
+    ),
+    st.builds(
+        lambda node, derived, digest, key: JoinNode(
+            node=node.node,
+            name=node.name,
+            name_is_derived=derived,
+            advertise=node.advertise,
+            capabilities=node.capabilities,
+            token_digest=digest,
+            key_digest=key,
+        ),
+        admissions(),
+        st.booleans(),
+        st.sampled_from(["d1", "d2", "d3"]),
+        st.sampled_from(["", "k1", "k2"]),
+    ),
+    st.builds(RemoveNode, node=st.sampled_from([NodeId("n-1"), NodeId("n-2"), NodeId("n-9")])),
+    st.builds(ForgetJobs, join_tokens=st.lists(_join_token_ids, max_size=2).map(tuple)),
+)
 _others: st.SearchStrategy[Act] = st.one_of(
     admissions().map(_always),
     st.builds(StopJob, job=_job_ids, reason=st.just(CANCELLED)).map(_always),
@@ -348,8 +405,16 @@ _submits = st.builds(
 ).map(_always)
 # What moves work on is the most common: histories of refusals only would prove little. (Not one_of, which takes equal
 # branches for one.)
-acts: st.SearchStrategy[Act] = st.sampled_from([*"eeeeeppprrsoo"]).flatmap(
-    lambda letter: {"e": _ends, "p": st.just(_plans), "r": _refusals, "s": _submits, "o": _others}[letter]
+acts: st.SearchStrategy[Act] = st.sampled_from([*"eeeeepppprrcsoot"]).flatmap(
+    lambda letter: {
+        "e": _ends,
+        "p": st.just(_plans),
+        "r": _refusals,
+        "c": _recalls,
+        "s": _submits,
+        "o": _others,
+        "t": _trust.map(_always),
+    }[letter]
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpulayer.core.cluster.apply import DEVICES_TOLD_MAX, EVENTS_PER_ENTRY_MAX, Accepted, Rejected, apply
+from gpulayer.core.cluster.apply import EVENTS_PER_ENTRY_MAX, Accepted, Rejected, apply
 from gpulayer.core.cluster.commands import (
     CommitPlan,
     CreateCluster,
@@ -22,6 +22,7 @@ from gpulayer.core.cluster.commands import (
     RevokeToken,
     StopJob,
 )
+from gpulayer.core.cluster.registry import DEVICES_TOLD_MAX
 from gpulayer.model.ids import JobId, NodeId, TokenId
 from gpulayer.model.node import Accelerator
 from gpulayer.model.replica import DeviceShare, Outcome, Reason

@@ -1,0 +1,119 @@
+"""The cluster as one node sees it: gossip's members, their records and the registry, made into one table.
+
+Pure, and cheap enough for every request: nothing is decoded here. Who calls it keeps the NodeRecords, by node, and
+reads one again (wire/record.py) when gossip says RecordChanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from gpulayer.model.ids import NodeId
+from gpulayer.model.member import DUPLICATE, IMPAIRED, RESTARTING, SLUGGISH, TCP_IMPAIRED, Member
+from gpulayer.model.record import NodeRecord
+from gpulayer.model.seen import NodeSeen, NodeState, Table
+from gpulayer.model.units import format_duration
+
+_CONDITIONS = (
+    (SLUGGISH, "sluggish"),
+    (IMPAIRED, "impaired"),
+    (TCP_IMPAIRED, "tcp_impaired"),
+    (RESTARTING, "restarting"),
+    (DUPLICATE, "duplicate"),
+)
+_NO_RECORD = NodeRecord()
+
+
+def make_table(
+    *,
+    own: NodeId,
+    members: Mapping[NodeId, Member],
+    records: Mapping[NodeId, NodeRecord],
+    registry: Mapping[NodeId, str] | None,
+    now: float,
+    heard_at: float,
+    is_isolated: bool,
+    listening_since: float = 0.0,
+    leader: NodeId | None = None,
+    stale: Collection[NodeId] = (),
+) -> Table:
+    """`registry`: names of the admitted nodes; None where it is not known here yet. `heard_at`: when anything
+    authenticated was last heard of any other node. `listening_since`: when this node began to listen. `stale`: nodes
+    whose record is that of an older run. Instants are of one monotonic clock, in seconds. Nodes are sorted by id.
+
+    `leader`: the node that is to be asked; the table has it only while it is not seen dead or gone.
+    """
+    names = registry or {}
+    nodes: dict[NodeId, NodeSeen] = {}
+    for node in sorted({own, *members, *names}):
+        member = members.get(node)
+        record = records.get(node, _NO_RECORD)
+        is_self = node == own
+        state: NodeState
+        state, reason = ("alive", "") if is_self else _state_of(member, now, listening_since)
+        if is_self:
+            age = 0.0
+        elif state == "alive":
+            age = now - heard_at
+        else:
+            age = now - ((member.heard_at or member.changed_at) if member else listening_since)
+        conditions = _conditions_of(member)
+        facts = record.facts
+        nodes[node] = NodeSeen(
+            id=node,
+            name=facts.name if facts else names.get(node, node),
+            state=state,
+            reason=reason,
+            age_seconds=max(0.0, age),
+            facts=facts,
+            load=record.load,
+            replicas=record.replicas,
+            conditions=(*conditions, "isolated") if is_self and is_isolated else conditions,
+            is_self=is_self,
+            is_voter=facts.is_voter if facts else False,
+            epoch=member.run.epoch if member else 0,
+            incarnation=member.incarnation if member else 0,
+            peer_address=member.addresses[0] if member and member.addresses else None,
+            is_stale=not is_self and node in stale,
+        )
+    return Table(seen_by=own, nodes=nodes, leader=leader if _is_there(nodes.get(leader) if leader else None) else None)
+
+
+def _state_of(member: Member | None, now: float, listening_since: float) -> tuple[NodeState, str]:
+    """Its state in the words that people see, and why it is not alive."""
+    if member is None:
+        heard_for = _ago(now, listening_since)
+        return "silent", f"nothing of it has been heard in the {heard_for} since this node began to listen"
+    if member.state == "left":
+        return "left", f"it left the cluster {_ago(now, member.changed_at)} ago"
+    if member.flags & RESTARTING:
+        if member.state == "dead":
+            return "unsupervised", f"its daemon said that it restarts, and has not been back for {_quiet(member, now)}"
+        return "unsupervised", "its daemon said that it restarts; its replicas go on meanwhile"
+    if member.state == "alive":
+        return "alive", ""
+    if member.cause == "daemon" and member.state == "dead":
+        return (
+            "unsupervised",
+            f"its host is up, but its daemon is not: nothing of it has answered for {_quiet(member, now)}",
+        )
+    return "suspect" if member.state == "suspect" else "silent", f"nothing of it has answered for {_quiet(member, now)}"
+
+
+def _quiet(member: Member, now: float) -> str:
+    # In a large cluster it was others who heard it last, up to when it was doubted: the time since then is certain.
+    return _ago(now, max(member.heard_at, member.changed_at))
+
+
+def _ago(now: float, then: float) -> str:
+    return format_duration(max(0, round(now - then)))
+
+
+def _conditions_of(member: Member | None) -> tuple[str, ...]:
+    if member is None or not member.flags:
+        return ()
+    return tuple(word for flag, word in _CONDITIONS if member.flags & flag)
+
+
+def _is_there(seen: NodeSeen | None) -> bool:
+    return seen is not None and seen.state in ("alive", "suspect")

@@ -1,0 +1,474 @@
+"""This node among its peers: gossip with its socket and links, the keys that close the circle, and the table.
+
+The composition of core/gossip with its shells. It decides nothing: what gossip wants done goes to the sockets, what
+comes in goes to gossip, and what neither understands goes to whoever made this (node/daemon.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from random import Random
+
+import structlog
+import trio
+
+from gpulayer import __version__
+from gpulayer.core.cluster.table import make_table
+from gpulayer.core.gossip.core import Gossip
+from gpulayer.core.gossip.messages import (
+    CloseLink,
+    Contact,
+    Departed,
+    GossipEffect,
+    GossipEvent,
+    LeaveWanted,
+    LinkDown,
+    LinkUp,
+    MemberChanged,
+    MemberForgotten,
+    Ping,
+    Received,
+    RecordChanged,
+    SendDatagram,
+    SendFrame,
+    SetLeader,
+    SetOwn,
+    SetRegistry,
+    SetSeeds,
+    SetSelf,
+    Warned,
+)
+from gpulayer.core.gossip.profile import Profile
+from gpulayer.model.address import Address
+from gpulayer.model.errors import StorageFailed, Unreachable
+from gpulayer.model.ids import NodeId
+from gpulayer.model.member import DUPLICATE, RESTARTING, Member, Run
+from gpulayer.model.record import NodeRecord
+from gpulayer.model.seen import NodeSeen, Table
+from gpulayer.model.trust import KeyRing
+from gpulayer.node.config import Seed
+from gpulayer.node.joining import resolved
+from gpulayer.runtime.drive import Inbox, drive
+from gpulayer.runtime.frame_stream import FrameStream, Why
+from gpulayer.runtime.gossip_socket import GossipSocket
+from gpulayer.runtime.peer_cache import CachedPeer, PeerCache
+from gpulayer.runtime.peer_greeting import Refusal
+from gpulayer.runtime.peer_links import PeerLinks
+from gpulayer.runtime.peer_sockets import PeerSockets
+from gpulayer.runtime.trust_files import TrustFiles
+from gpulayer.wire.codec import DecodeError
+from gpulayer.wire.datagram import OVERHEAD
+from gpulayer.wire.gate import PacketGate
+from gpulayer.wire.gossip import decode, encode, size_of
+from gpulayer.wire.peer import (
+    PROTOCOL,
+    Goodbye,
+    GossipFrame,
+    Hello,
+    JoinAccepted,
+    JoinRejected,
+    JoinRequest,
+    KeyRingGiven,
+    KeyRingWanted,
+    PeerFrame,
+    Use,
+)
+from gpulayer.wire.record import ReadRecord, read
+
+log = structlog.get_logger()
+
+# Names are looked up again while nobody of the cluster is met.
+RESOLVE_SECONDS = 10.0
+# A table is made for a request, and serves those that come in the same moment.
+TABLE_SECONDS = 0.02
+WARNINGS_MAX = 16
+# What the members hear at once, before a daemon that was told to stop is gone.
+FAREWELL_SECONDS = 0.3
+
+
+class Mesh:
+    """`run` it; before that it answers as a node that has met nobody."""
+
+    def __init__(
+        self,
+        *,
+        own: Run,
+        name: str,
+        cluster_id: str,
+        advertise: str,
+        sockets: PeerSockets,
+        trust: TrustFiles,
+        ring: KeyRing,
+        cache: PeerCache,
+        seeds: Sequence[Seed],
+        voter: NodeId | None,
+        entropy: bytes,
+        on_frame: Callable[[Run, PeerFrame], None],
+        on_link: Callable[[NodeId, bool], None],
+        on_member: Callable[[MemberChanged, str], None],
+        on_record: Callable[[NodeId], None],
+        on_change: Callable[[], None],
+        on_join: Callable[[JoinRequest, Address], Awaitable[JoinAccepted | JoinRejected]],
+        on_bulk: Callable[[Run, FrameStream], Awaitable[None]],
+        profile: Profile | None = None,
+    ) -> None:
+        """`entropy`: 64 bytes of chance. Callbacks without `await` never wait: `on_frame` gets what is not gossip's,
+        `on_link` is told whether a link to a node stands, `on_member` of changes and the member's name, `on_record`
+        whose record has changed, `on_change` that the table has."""
+        profile = profile or Profile()
+        self.name, self.cluster_id, self.voter = name, cluster_id, voter
+        self._own_run = own
+        self._trust, self._cache, self._seeds = trust, cache, tuple(seeds)
+        self._on_frame, self._on_link, self._on_member = on_frame, on_link, on_member
+        self._on_record, self._on_change = on_record, on_change
+        self._listening = sockets.links
+        self._contexts = trust.contexts()
+        self.ring = ring
+        self._gate = PacketGate(own, cluster_id, ring, entropy[:32], packet_bytes_max=profile.packet_bytes_max)
+        self._gate.set_allowed(self._is_allowed)
+        self._socket = GossipSocket(
+            sockets.datagrams, self._gate, on_unknown_key=self._unknown_key, on_duplicate=self._duplicate
+        )
+        self.gossip = Gossip(
+            own=own,
+            addresses=(Address(advertise, sockets.port),),
+            profile=profile,
+            random=Random(entropy[32:]),
+            size_of=size_of,
+            room=profile.packet_bytes_max - OVERHEAD,
+            key_ids=_ids(ring),
+            protocol=PROTOCOL,
+        )
+        self._inbox: Inbox[GossipEvent] = Inbox()
+        self.links = PeerLinks(
+            hello=self._hello,
+            contexts=lambda: self._contexts,
+            is_allowed=self._is_allowed,
+            on_up=self._link_up,
+            on_down=self._link_down,
+            on_frame=self._frame,
+            on_join=on_join,
+            on_bulk=on_bulk,
+            on_refused=self._refused,
+            members_max=profile.members_max,
+        )
+        self._records: dict[NodeId, ReadRecord] = {}
+        self._registry: Mapping[NodeId, str] | None = None
+        self._removed: set[NodeId] = set()
+        self._listening_since = 0.0
+        self._version = 0
+        self._table: tuple[int, float, Table] | None = None
+        self._departed = trio.Event()
+        self._warned: deque[str] = deque(maxlen=WARNINGS_MAX)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """For good. A cancellation breaks every link off, as a kill does."""
+        self._listening_since = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.links.run, self._listening)
+            await nursery.start(self._socket.run, self._inbox.put_nowait)
+            self._say(SetSeeds(addresses=self._remembered()))
+            nursery.start_soon(self._drive)
+            nursery.start_soon(self._cache.run)
+            if self._seeds:
+                nursery.start_soon(self._look_up_seeds)
+            self.follow(self.voter)
+            task_status.started()
+
+    async def _drive(self) -> None:
+        # What has arrived is heard before anybody is blamed for not having answered.
+        await drive(self.gossip, self._inbox, self._perform, refill=self._socket.drain)
+
+    async def _look_up_seeds(self) -> None:
+        while True:
+            if self.gossip.is_isolated:
+                found = [*self._remembered()]
+                for seed in self._seeds:
+                    try:
+                        found += await resolved(seed)
+                    except OSError as error:
+                        log.debug("seed.not_found", seed=str(seed), reason=str(error))
+                self._say(SetSeeds(addresses=tuple(dict.fromkeys(found))))
+            await trio.sleep(RESOLVE_SECONDS)
+
+    def _remembered(self) -> tuple[Address, ...]:
+        return tuple(dict.fromkeys(address for peer in self._cache.peers for address in peer.addresses))
+
+    async def say_restarting(self) -> None:
+        """Told before the end: the replicas go on, and the daemon comes back."""
+        self._say(SetSelf(flags_on=RESTARTING))
+        await trio.sleep(FAREWELL_SECONDS)
+        await trio.to_thread.run_sync(self._cache.write)
+        await self.links.close_all(Goodbye(code="restarting", message=f"node {self.name} is restarting"))
+
+    async def leave(self) -> None:
+        """LEFT, and who was to hear it has said that it did, as far as that could be waited for."""
+        self._say(LeaveWanted())
+        await self._departed.wait()
+        await self.links.close_all(Goodbye(code="left", message=f"node {self.name} has left"))
+
+    # --- what it is told ------------------------------------------------------------------------------------------
+
+    def _say(self, event: GossipEvent) -> None:
+        self._inbox.put_nowait(event)
+
+    def publish(self, values: Mapping[str, bytes | None]) -> None:
+        """Keys of our record; None deletes."""
+        self._say(SetOwn(values=dict(values)))
+
+    def set_flag(self, flag: int, on: bool) -> None:
+        self._say(SetSelf(flags_on=flag if on else 0, flags_off=0 if on else flag))
+
+    def set_registry(self, names: Mapping[NodeId, str]) -> None:
+        """Who may exist, as was agreed."""
+        if self._registry is not None:
+            self._removed |= self._registry.keys() - names.keys()
+        self._removed -= names.keys()
+        self._registry = dict(names)
+        self._say(SetRegistry(nodes=frozenset(names)))
+        for node in self._removed & self.links.links.keys():
+            self.links.close(node)
+        self._changed()
+
+    def follow(self, leader: NodeId | None) -> None:
+        """Whose link is kept, and to whom our record goes at once."""
+        self.voter = leader
+        self._say(SetLeader(node=leader))
+        self.links.keep([leader] if leader is not None and leader != self._own_run.node else [])
+
+    def set_ring(self, ring: KeyRing) -> None:
+        """A newer key ring. StorageFailed: it is used, and asked for again at the next start."""
+        if ring.version <= self.ring.version:
+            return
+        self.ring = ring
+        self._gate.set_ring(ring)
+        self._say(SetSelf(key_ids=_ids(ring)))
+        log.info("keys.changed", version=ring.version, keys=[f"{key:08x}" for key in _ids(ring)])
+        self._trust.write_key_ring(ring)
+
+    def renew_certificate(self, certificate_pem: str) -> None:
+        """Used from the next handshake on. PermissionDenied, StorageFailed: it is not."""
+        self._trust.replace_certificate(certificate_pem)
+        self._contexts = self._trust.contexts()
+
+    def refresh_contexts(self) -> None:
+        """The files hold another certificate now."""
+        self._contexts = self._trust.contexts()
+
+    def tell_all(self, frame: PeerFrame) -> None:
+        """Over every link that stands."""
+        for node in self.links.links:
+            self.links.send(node, (), frame)
+
+    def send(self, node: NodeId, frame: PeerFrame) -> None:
+        """Over the link to it, which is opened if there is none."""
+        self.links.send(node, self.addresses(node), frame)
+
+    async def open_stream(self, node: NodeId) -> FrameStream:
+        """A bulk stream. LinkEnded, Unreachable."""
+        addresses = self.addresses(node)
+        if not addresses:
+            raise Unreachable(f"no address of node {self.name_of(node)} is known here", hint="see gpulayer node list")
+        return await self.links.open_stream(node, addresses)
+
+    # --- what it tells --------------------------------------------------------------------------------------------
+
+    def addresses(self, node: NodeId) -> tuple[Address, ...]:
+        member = self.gossip.member(node)
+        if member is not None and member.addresses:
+            return member.addresses
+        return next((peer.addresses for peer in self._cache.peers if peer.id == node), ())
+
+    def name_of(self, node: NodeId) -> str:
+        if node == self._own_run.node:
+            return self.name
+        record = self.record(node)
+        if record.facts is not None:
+            return record.facts.name
+        return (self._registry or {}).get(node, node)
+
+    def record(self, node: NodeId) -> NodeRecord:
+        """What a node's record says; an empty one where none is here."""
+        values = self.gossip.record(node)
+        found = self._records[node] = read(values, self._records.get(node))
+        return found.record
+
+    def table(self) -> Table:
+        now = trio.current_time()
+        if self._table is not None and self._table[0] == self._version and now - self._table[1] < TABLE_SECONDS:
+            return self._table[2]
+        members = self.gossip.members()
+        table = make_table(
+            own=self._own_run.node,
+            members=members,
+            records={node: self.record(node) for node in members},
+            registry=self._registry,
+            now=now,
+            heard_at=self.gossip.heard_at,
+            is_isolated=self.gossip.is_isolated,
+            listening_since=self._listening_since,
+            leader=self.voter,
+            stale=[node for node in members if self.gossip.is_stale(node)],
+        )
+        self._table = self._version, now, table
+        return table
+
+    def seen(self, node: NodeId) -> NodeSeen | None:
+        return self.table().nodes.get(node)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self._warned)
+
+    def counters(self) -> dict[str, int]:
+        return {
+            **{f"gossip_{name}": value for name, value in self.gossip.counters().items()},
+            **{f"datagrams_{name}": value for name, value in self._socket.counters().items()},
+            **{f"links_{name}": value for name, value in self.links.counts.items()},
+        }
+
+    # --- what gossip wants ----------------------------------------------------------------------------------------
+
+    def _perform(self, effect: GossipEffect) -> None:
+        match effect:
+            case SendDatagram(address=address, messages=messages):
+                self._socket.send(address, messages)
+            case SendFrame(to=to, addresses=addresses, messages=messages):
+                is_probe = any(isinstance(message, Ping) for message in messages)
+                self.links.send(to, addresses, GossipFrame(payload=encode(messages)), urgent=is_probe)
+            case Contact(address=address):
+                self.links.contact(address)
+            case CloseLink(node=node):
+                self.links.close(node)
+            case MemberChanged():
+                self._member_changed(effect)
+            case MemberForgotten(node=node):
+                self._records.pop(node, None)
+                self._gate.forget(node)
+                self._changed()
+            case RecordChanged(node=node):
+                self._on_record(node)
+                self._changed()
+            case Departed(acknowledged=acknowledged):
+                log.info("member.departed", acknowledged=acknowledged)
+                self._departed.set()
+            case Warned(code=code, text=text):
+                log.warning(f"gossip.{code}", text=text)
+                if text not in self._warned:
+                    self._warned.append(text)
+
+    def _member_changed(self, change: MemberChanged) -> None:
+        before, after = change.before, change.after
+        name = self.name_of(after.id)
+        if before is None or before.state != after.state or before.run != after.run:
+            log.info(
+                f"member.{after.state}",
+                member=name,
+                id=after.id,
+                epoch=after.run.epoch,
+                text=change.text,
+                **({"cause": after.cause} if after.cause else {}),
+            )
+        if after.state != "left" and after.id != self._own_run.node:
+            self._remember(after, name)
+        elif after.state == "left":
+            self._cache.update((), gone={after.id})
+        self._on_member(change, name)
+        self._changed()
+
+    def _remember(self, member: Member, name: str) -> None:
+        if member.addresses:
+            peer = CachedPeer(id=member.id, name=name, addresses=member.addresses, epoch=member.run.epoch)
+            self._cache.update([peer])
+
+    def _changed(self) -> None:
+        self._version += 1
+        self._on_change()
+
+    # --- links ----------------------------------------------------------------------------------------------------
+
+    def _is_allowed(self, node: NodeId) -> bool:
+        # A certificate shows that it was admitted once, which the registry may tell us a moment later.
+        return node not in self._removed
+
+    def _hello(self, use: Use) -> Hello:
+        return Hello(
+            use=use,
+            protocol=PROTOCOL,
+            cluster_id=self.cluster_id,
+            run=self._own_run,
+            addresses=self.gossip.own.addresses,
+            datagrams_sent=self._gate.datagrams_sent,
+            key_ring_version=self.ring.version,
+            gpulayer_version=__version__,
+        )
+
+    def _link_up(self, hello: Hello, address: Address, is_ours: bool) -> None:
+        self._gate.link_verified(hello.run, hello.datagrams_sent)
+        self._say(LinkUp(run=hello.run, addresses=hello.addresses, is_ours=is_ours))
+        if hello.key_ring_version > self.ring.version:
+            self.links.send(hello.run.node, (), KeyRingWanted(have=self.ring.version))
+        self._on_link(hello.run.node, True)
+
+    def _link_down(self, node: NodeId | None, address: Address | None, why: Why) -> None:
+        self._say(LinkDown(node=node, address=address, why=why))
+        if node is not None:
+            self._on_link(node, False)
+
+    def _frame(self, run: Run, frame: PeerFrame) -> None:
+        match frame:
+            case GossipFrame(payload=payload):
+                try:
+                    messages = decode(payload)
+                except DecodeError as error:
+                    log.warning("gossip.frame_unreadable", node=run.node, reason=str(error))
+                else:
+                    self._say(Received(source=run, messages=messages))
+            case KeyRingWanted(have=have):
+                if self.ring.version > have:
+                    self.links.send(run.node, (), KeyRingGiven(ring=self.ring))
+            case KeyRingGiven(ring=ring):
+                self._take_ring(ring)
+            case _:
+                self._on_frame(run, frame)
+
+    def _take_ring(self, ring: KeyRing) -> None:
+        if not ring.keys:
+            return
+        try:
+            self.set_ring(ring)
+        except StorageFailed as error:
+            log.warning("keys.not_kept", reason=error.message)
+
+    def _unknown_key(self, key_id: int) -> None:
+        """Somebody seals with a key that we lack: the leader has it, or whoever else has a link to us."""
+        log.info("keys.unknown", key=f"{key_id:08x}")
+        for node in [self.voter, *self.links.links][:4]:
+            if node is not None and node != self._own_run.node:
+                self.send(node, KeyRingWanted(have=self.ring.version))
+
+    def _duplicate(self, run: Run, at: Address) -> None:
+        self._warn_duplicate(run.node, str(at))
+
+    def _refused(self, refusal: Refusal) -> None:
+        log.warning("peer.refused", address=str(refusal.address), code=refusal.code, text=refusal.text)
+        if refusal.code == "duplicate_id" and refusal.node is not None:
+            self._warn_duplicate(refusal.node, str(refusal.address))
+
+    def _warn_duplicate(self, node: NodeId, at: str) -> None:
+        text = (
+            f"two processes say that they are node {self.name_of(node)} ({node}), one of them at {at}: "
+            "one has a copied data directory"
+        )
+        if text not in self._warned:
+            log.error("member.duplicate", node=node, at=at, text=text)
+            self._warned.append(text)
+            if node == self._own_run.node:
+                self.set_flag(DUPLICATE, True)
+
+
+def _ids(ring: KeyRing) -> tuple[int, ...]:
+    return tuple(key.id for key in ring.keys)

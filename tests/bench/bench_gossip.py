@@ -1,0 +1,419 @@
+"""Who is alive, told how fast and at what cost: gpulayer beside Serf and kinship, in the same run, on real sockets.
+
+Each node is a real process in a network namespace of its own. Every program says on its output what it sees of the
+others; this one reads all of them and notes the moment at which each line arrives, so all are measured the same way.
+
+    python -m tests.bench.bench_gossip --nodes 16 --kills 30 --systems gpulayer,serf,kinship --kinship-python PATH
+
+Needs root, iproute2, nftables; `serf` (Debian's package) and a Python that has kinship, where these are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import selectors
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.hosts.network import Host, Lan, missing
+
+IDLE_SECONDS = 60.0
+KINSHIP_NODE = """\
+import asyncio, sys
+import kinship
+
+async def main(name, address, seeds):
+    config = kinship.Config.lan(name=name, bind=f"{address}:7946", insecure_plaintext=True, seeds=seeds)
+    cluster = kinship.Cluster(config)
+    await cluster.start()
+    events = cluster.events()
+    print("ready", flush=True)
+    for member in cluster.members():
+        print("MemberJoined", member.name, flush=True)
+    async for event in events:
+        print(type(event).__name__, getattr(getattr(event, "member", None), "name", ""), flush=True)
+
+asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3].split(",")))
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One line that says something of a node."""
+
+    kind: str
+    """`ready` (of itself), `alive`, `suspect` or `dead`."""
+    subject: str = ""
+    detail: str = ""
+
+
+class System:
+    """How one program is started, and what its lines mean."""
+
+    name = ""
+    stop_signal = signal.SIGTERM
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def prepare(self, hosts: list[Host]) -> None:
+        """Once, before all are started together."""
+
+    def command(self, host: Host, hosts: list[Host]) -> list[str]:
+        raise NotImplementedError
+
+    def parse(self, line: str) -> Seen | None:
+        raise NotImplementedError
+
+
+class Gpulayer(System):
+    name = "gpulayer"
+
+    def _up(self, host: Host, *more: str) -> list[str]:
+        data = self.directory / f"n{host.number}"
+        config = self.directory / "gpulayer.toml"
+        if not config.exists():
+            config.write_text('[[accelerators]]\nkind = "cuda"\nmodel = "H100"\nmemory = "80GiB"\ncount = 8\n')
+        return host.inside(
+            *(sys.executable, "-m", "gpulayer", "up", "--data-dir", str(data), "--config", str(config)),
+            *("--name", f"n{host.number}", "--bind", host.address, "--log-format", "json"),
+            *more,
+        )
+
+    def _cli(self, host: Host, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpulayer", *words],
+            env={**os.environ, "GPULAYER_DATA_DIR": str(self.directory / f"n{host.number}")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"gpulayer {' '.join(words)}: {done.stderr}")
+        return done.stdout
+
+    def prepare(self, hosts: list[Host]) -> None:
+        """All of them join, one after another, and are stopped again."""
+        first, others = hosts[0], hosts[1:]
+        running = [subprocess.Popen(self._up(first), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+        self._wait_ready(first)
+        created = json.loads(self._cli(first, "token", "create", "--join", "--uses", str(len(hosts)), "--json"))
+        token = self.directory / "token"
+        token.write_text(created["token"])
+        token.chmod(0o600)
+        for host in others:
+            joining = self._up(host, "--join", first.address, "--token-file", str(token))
+            running.append(subprocess.Popen(joining, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            self._wait_ready(host)
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait(30)
+
+    def _wait_ready(self, host: Host) -> None:
+        path = self.directory / f"n{host.number}" / "gpulayer.sock"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            done = subprocess.run(
+                ["curl", "-sf", "--unix-socket", str(path), "http://localhost/readyz"], capture_output=True, check=False
+            )
+            if done.returncode == 0:
+                return
+            time.sleep(0.05)
+        raise SystemExit(f"n{host.number} does not become ready")
+
+    def command(self, host: Host, hosts: list[Host]) -> list[str]:
+        return self._up(host)
+
+    def parse(self, line: str) -> Seen | None:
+        if '"member.' not in line and '"daemon.ready"' not in line:
+            return None
+        said = json.loads(line)
+        if said.get("event") == "daemon.ready":
+            return Seen("ready")
+        match said.get("event"):
+            case "member.alive":
+                return Seen("alive", said["member"])
+            case "member.suspect":
+                return Seen("suspect", said["member"])
+            case "member.dead":
+                return Seen("dead", said["member"], said.get("cause", ""))
+        return None
+
+
+class Serf(System):
+    name = "serf"
+    _LINES = (
+        (re.compile(r"Serf agent starting|agent: Serf agent starting"), "ready"),
+        (re.compile(r"EventMemberJoin: (\S+)"), "alive"),
+        (re.compile(r"memberlist: Suspect (\S+) has failed"), "suspect"),
+        (re.compile(r"EventMemberFailed: (\S+)"), "dead"),
+    )
+
+    def command(self, host: Host, hosts: list[Host]) -> list[str]:
+        seeds = [f"-retry-join={other.address}" for other in hosts[:3] if other is not host]
+        return host.inside(
+            *("serf", "agent", f"-node=n{host.number}", f"-bind={host.address}:7946", "-log-level=info"),
+            *("-profile=lan", f"-rpc-addr={host.address}:7373", *seeds),
+        )
+
+    def parse(self, line: str) -> Seen | None:
+        for pattern, kind in self._LINES:
+            if match := pattern.search(line):
+                return Seen(kind, match[1] if pattern.groups else "")
+        return None
+
+
+class Kinship(System):
+    name = "kinship"
+    python = ""
+    _KINDS = {
+        "ready": "ready",
+        "MemberJoined": "alive",
+        "MemberSuspect": "suspect",
+        "MemberDead": "dead",
+        "MemberRecovered": "alive",
+    }
+
+    def command(self, host: Host, hosts: list[Host]) -> list[str]:
+        seeds = ",".join(f"{other.address}:7946" for other in hosts[:3])
+        return host.inside(self.python, "-u", "-c", KINSHIP_NODE, f"n{host.number}", host.address, seeds)
+
+    def parse(self, line: str) -> Seen | None:
+        word, _, subject = line.strip().partition(" ")
+        kind = self._KINDS.get(word)
+        return Seen(kind, subject) if kind else None
+
+
+@dataclass
+class Fleet:
+    """All nodes of one system, and a reader that stamps their lines."""
+
+    system: System
+    hosts: list[Host]
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    seen: list[tuple[float, int, Seen]] = field(default_factory=list)
+    """(monotonic time, observer, what)."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _over: bool = False
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def start(self, host: Host) -> None:
+        process = subprocess.Popen(
+            self.system.command(host, self.hosts), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self.processes[host.number] = process
+        with self._lock:
+            self._selector.register(process.stdout, selectors.EVENT_READ, [host.number, b""])
+
+    def _read(self) -> None:
+        while not self._over:
+            for key, _ in self._selector.select(0.05):
+                now = time.monotonic()
+                try:
+                    data = os.read(key.fd, 65536)
+                except BlockingIOError:
+                    continue
+                if not data:
+                    with self._lock:
+                        self._selector.unregister(key.fileobj)
+                    continue
+                *lines, key.data[1] = (key.data[1] + data).split(b"\n")
+                for line in lines:
+                    seen = self.system.parse(line.decode(errors="replace"))
+                    if seen is not None:
+                        self.seen.append((now, key.data[0], seen))
+
+    def kill9(self, host: Host) -> float:
+        at = time.monotonic()
+        self.processes[host.number].kill()
+        self.processes[host.number].wait(10)
+        return at
+
+    def power_off(self, host: Host) -> float:
+        at = time.monotonic()
+        host.power_off()
+        self.processes[host.number].wait(10)
+        return at
+
+    def since(self, at: float, kind: str, subject: str) -> dict[int, float]:
+        """Observer -> seconds after `at` at which it first said so."""
+        found: dict[int, float] = {}
+        for when, observer, seen in list(self.seen):
+            if when >= at and seen.kind == kind and seen.subject == subject:
+                found.setdefault(observer, when - at)
+        return found
+
+    def wait(self, what: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if what():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def cpu_seconds(self) -> float:
+        ticks = 0
+        for process in self.processes.values():
+            try:
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+            except OSError:
+                continue
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def sent_bytes(self) -> int:
+        total = 0
+        for host in self.hosts:
+            for line in host.run("cat", "/proc/net/dev").splitlines():
+                if line.strip().startswith("eth0:"):
+                    total += int(line.split(":")[1].split()[8])
+        return total
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5)
+        self._over = True
+
+
+def told(values: list[float]) -> str:
+    if not values:
+        return "none"
+    ordered = sorted(values)
+    p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return f"p50 {statistics.median(ordered):.2f}  p99 {p99:.2f}  min {ordered[0]:.2f}  max {ordered[-1]:.2f}  n {len(ordered)}"
+
+
+def all_see_all(fleet: Fleet, begun: float) -> float | None:
+    """Seconds from the last READY until every node has said that every other is alive; None if that was too long."""
+    names = {f"n{host.number}" for host in fleet.hosts}
+
+    def is_so() -> bool:
+        known: dict[int, set[str]] = {host.number: {f"n{host.number}"} for host in fleet.hosts}
+        for when, observer, seen in list(fleet.seen):
+            if when >= begun and seen.kind == "alive":
+                known[observer].add(seen.subject)
+        return all(names <= each for each in known.values())
+
+    if not fleet.wait(is_so, 120):
+        return None
+    done = time.monotonic()
+    ready = [when for when, _, seen in fleet.seen if when >= begun and seen.kind == "ready"]
+    return max(0.0, done - max(ready)) if ready else done - begun
+
+
+def measure(system: System, hosts: list[Host], options: argparse.Namespace) -> None:
+    system.prepare(hosts)
+    together: list[float] = []
+    for turn in range(options.starts):
+        fleet, begun = Fleet(system, hosts), time.monotonic()
+        for host in hosts:
+            fleet.start(host)
+        took = all_see_all(fleet, begun)
+        together.append(took if took is not None else 999.0)
+        if turn < options.starts - 1:
+            fleet.stop()
+    print(f"  all started together -> all see all, from the last READY: {told(together)}", flush=True)
+    if options.idle:
+        time.sleep(5)
+        sent, cpu, at = fleet.sent_bytes(), fleet.cpu_seconds(), time.monotonic()
+        time.sleep(options.idle)
+        took_seconds = time.monotonic() - at
+        each = (fleet.sent_bytes() - sent) / took_seconds / len(hosts)
+        used = (fleet.cpu_seconds() - cpu) / took_seconds / len(hosts) * 100
+        print(f"  idle for {took_seconds:.0f} s: {each / 1000:.2f} KB/s sent a node (with headers), {used:.2f} % of a core", flush=True)
+    chosen = random.Random(options.seed)
+    for how in options.how.split(","):
+        deaths: list[float] = []
+        suspicions: list[float] = []
+        causes: dict[str, int] = {}
+        missed = 0
+        for _ in range(options.kills):
+            # Not the first: of gpulayer it holds the log, and is as good as any for this.
+            victim = chosen.choice(hosts[1:])
+            name = f"n{victim.number}"
+            at = fleet.kill9(victim) if how == "kill9" else fleet.power_off(victim)
+            others = len(hosts) - 1
+            if not fleet.wait(lambda: len(fleet.since(at, "dead", name)) >= others, 60):  # noqa: B023
+                missed += others - len(fleet.since(at, "dead", name))
+            deaths += fleet.since(at, "dead", name).values()
+            first = fleet.since(at, "suspect", name)
+            if first:
+                suspicions.append(min(first.values()))
+            for when, _, seen in fleet.seen:
+                if when >= at and seen.kind == "dead" and seen.subject == name:
+                    causes[seen.detail] = causes.get(seen.detail, 0) + 1
+            if how != "kill9":
+                victim.power_on()
+            again = time.monotonic()
+            fleet.start(victim)
+            fleet.wait(lambda: len(fleet.since(again, "alive", name)) >= others, 90)  # noqa: B023
+            time.sleep(chosen.uniform(1.0, 2.0))
+        print(f"  {how}: first suspicion: {told(suspicions)}", flush=True)
+        print(f"  {how}: dead at each other node: {told(deaths)}; causes {causes}; never said {missed}", flush=True)
+    false = [(when, observer, seen) for when, observer, seen in fleet.seen if seen.kind == "dead"]
+    print(f"  dead said in all: {len(false)}", flush=True)
+    fleet.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--starts", type=int, default=1)
+    parser.add_argument("--idle", type=float, default=IDLE_SECONDS)
+    parser.add_argument("--how", default="kill9,power-off")
+    parser.add_argument("--systems", default="gpulayer,serf,kinship")
+    parser.add_argument("--kinship-python", default="")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if reason := missing():
+        raise SystemExit(reason)
+    print(f"{options.nodes} nodes; {os.cpu_count()} processors; {os.uname().release}; load {os.getloadavg()[0]:.1f}")
+    Kinship.python = options.kinship_python
+    for kind in (Gpulayer, Serf, Kinship):
+        if kind.name not in options.systems.split(","):
+            continue
+        if kind is Serf and shutil.which("serf") is None:
+            print("serf: not here")
+            continue
+        if kind is Kinship and not Kinship.python:
+            print("kinship: name a Python that has it with --kinship-python")
+            continue
+        print(kind.name)
+        directory = Path(tempfile.mkdtemp(prefix="gpulayer-bench-"))
+        try:
+            with Lan(options.nodes) as lan:
+                measure(kind(directory), lan.hosts, options)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
