@@ -1,8 +1,9 @@
 """gpulayer demo: what the product is about, on this host, in seconds, with real parts.
 
-A daemon of its own in a temporary directory, a real HTTP service with two replicas, requests counted all along, one
-replica killed with kill -9, restarted by the daemon on a new port. Nothing is left afterwards, also after Ctrl-C or a
-failure.
+Three nodes in a temporary directory, which join by a token as hosts do; a real HTTP service with two replicas, requests
+counted all along; one replica killed with kill -9, restarted by its daemon on a new port; then the daemon of a node
+killed with kill -9, noticed by the others, its replica still serving, taken up again by the daemon that comes back.
+Nothing is left afterwards, also after Ctrl-C or a failure.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from gpulayer.cli.render import say_now
 from gpulayer.client.calls import Document
 from gpulayer.client.requests import service
-from gpulayer.client.sync import Client, Job, connect
+from gpulayer.client.sync import Job, connect
 from gpulayer.model.errors import GpulayerError, WaitTimeout
 from gpulayer.model.units import format_duration
 
-READY_SECONDS_MAX = 15.0
+NODES = 3
+READY_SECONDS_MAX = 20.0
+NOTICE_SECONDS_MAX = 20.0
 RESTART_SECONDS_MAX = 15.0
 CANCEL_SECONDS_MAX = 15.0
 LEAVE_SECONDS_MAX = 15.0
@@ -37,7 +40,7 @@ LEAVE_SECONDS_MAX = 15.0
 REQUESTS_PER_SECOND = 50
 REQUEST_SECONDS_MAX = 2.0
 CALM_SECONDS = 1.0
-"""How long requests are counted before the kill, and after the restart."""
+"""How long requests are counted between two events."""
 
 _SERVER = '''\
 """The demo's service: answers with its replica's number and its pid."""
@@ -62,52 +65,46 @@ ThreadingHTTPServer(address, Handler).serve_forever()
 
 
 def demo() -> None:
-    """Run a service of two replicas on a daemon of its own, kill one replica, watch it come back; leaves nothing
-    behind.
+    """Run a service of two replicas on three nodes of its own, kill a replica, then a node's daemon, and watch; leaves
+    nothing behind.
     """
     gc.enable()
     begun = time.monotonic()
-    with _sigterm_as_interrupt(), _temporary_directory() as directory, _daemon(directory) as client:
-        _show(client, directory, begun)
+    with _sigterm_as_interrupt(), _temporary_directory() as directory, _Cluster(directory, begun) as cluster:
+        _show(cluster)
+        cluster.leave()
     say_now(f"cleaned up; {format_duration(round(time.monotonic() - begun, 1))} in all")
 
 
-def _show(client: Client, directory: Path, begun: float) -> None:
-    def tell(text: str) -> None:
-        say_now(f"{time.monotonic() - begun:6.2f}s  {text}")
-
-    tell(f"a daemon runs in {directory}")
-    script = directory / "serve.py"
+def _show(cluster: _Cluster) -> None:
+    tell, client = cluster.tell, cluster.nodes[-1].client
+    names = ", ".join(node.name for node in cluster.nodes)
+    tell(f"{names} are one cluster, each in a directory of its own below {cluster.directory}")
+    script = cluster.directory / "serve.py"
     script.write_text(_SERVER)
-    request = service([sys.executable, str(script)], name="demo", replicas=2, spread="any")
-    tell(f"gpulayer submit --service --name demo --replicas 2 --spread any -- python {script.name}")
-    job = client.submit(request)
+    tell(
+        f"asked of {cluster.nodes[-1].name}: gpulayer submit --service --name demo --replicas 2 -- python {script.name}"
+    )
+    job = client.submit(service([sys.executable, str(script)], name="demo", replicas=2))
     job.endpoints(wait=READY_SECONDS_MAX)
     before = {replica["index"]: replica for replica in job.status()["replicas"]}
     for replica in before.values():
-        tell(f"replica {replica['index']} is ready at {replica['endpoint']} (pid {replica['pid']})")
-
+        tell(
+            f"replica {replica['index']} is ready at {replica['endpoint']} on {replica['node']} (pid {replica['pid']})"
+        )
     with _Traffic(job) as traffic:
         time.sleep(CALM_SECONDS)
-        victim = before[0]
-        tell(
-            f"kill -9 {victim['pid']} (replica 0); {traffic.answered} requests answered so far, {traffic.failed} failed"
-        )
-        os.kill(victim["pid"], signal.SIGKILL)
-        killed_at = time.monotonic()
-        after = _restarted(job, victim)
-        tell(
-            f"replica 0 is ready again at {after['endpoint']} (pid {after['pid']}),"
-            f" {time.monotonic() - killed_at:.2f}s after the kill; restarts={after['restarts']}"
-        )
+        first = _kill_replica(cluster, job, before[0], traffic)
         time.sleep(CALM_SECONDS)
-    other = next(replica for replica in job.status()["replicas"] if replica["index"] == 1)
-    if other["pid"] != before[1]["pid"]:
-        raise GpulayerError("replica 1 was replaced although nothing was wrong with it", hint="report this")
-    tell(f"replica 1 was not touched: pid {other['pid']} all along")
+        _kill_daemon(cluster, job, traffic)
+        time.sleep(CALM_SECONDS)
     tell(
-        f"requests: {traffic.answered} answered, {traffic.failed} failed (sent to the killed one before it was noticed)"
+        f"requests: {traffic.answered} answered, {traffic.failed} failed (sent to the killed replica before it was "
+        "noticed)"
     )
+    after = {replica["index"]: replica for replica in job.status()["replicas"]}
+    if after[1]["pid"] != before[1]["pid"] or after[0]["pid"] != first["pid"]:
+        raise GpulayerError("a replica was replaced although nothing was wrong with it", hint="report this")
     tell("gpulayer job logs demo.0:")
     for line in job.logs(replica=0):
         say_now(f"         {line.text if line.kind == 'output' else '--- ' + line.text}")
@@ -115,10 +112,61 @@ def _show(client: Client, directory: Path, begun: float) -> None:
         raise GpulayerError("no request was answered", hint="report this")
     job.cancel(wait=CANCEL_SECONDS_MAX)
     tell("gpulayer job cancel demo: every process of it is gone")
-    differences = client.audit()["differences"]
-    if differences:
-        raise GpulayerError(f"audit: {differences[0]['text']}", hint="report this")
+    for node in cluster.nodes:
+        differences = node.client.audit()["differences"]
+        if differences:
+            raise GpulayerError(f"audit of {node.name}: {differences[0]['text']}", hint="report this")
     tell("gpulayer audit: 0 differences")
+
+
+def _kill_replica(cluster: _Cluster, job: Job, victim: Document, traffic: _Traffic) -> Document:
+    cluster.tell(
+        f"kill -9 {victim['pid']} (replica 0); {traffic.answered} requests answered so far, {traffic.failed} failed"
+    )
+    os.kill(victim["pid"], signal.SIGKILL)
+    killed_at = time.monotonic()
+    after = _restarted(job, victim)
+    cluster.tell(
+        f"replica 0 is ready again at {after['endpoint']} (pid {after['pid']}),"
+        f" {time.monotonic() - killed_at:.2f}s after the kill; restarts={after['restarts']}"
+    )
+    return after
+
+
+def _kill_daemon(cluster: _Cluster, job: Job, traffic: _Traffic) -> None:
+    """Of a node that has a replica and does not hold the log."""
+    hosts = {replica["node"] for replica in job.status()["replicas"]}
+    node = next(node for node in cluster.nodes[1:] if node.name in hosts)
+    other = next(each for each in cluster.nodes[1:] if each is not node)
+    failed = traffic.failed
+    cluster.tell(f"kill -9 {node.process.pid} (the daemon of {node.name}); its replica goes on")
+    node.process.kill()
+    node.process.wait()
+    killed_at = time.monotonic()
+    _wait_for(lambda: _seen_by(other, node.name)["state"] == "unsupervised", f"{other.name} to notice")
+    cluster.tell(
+        f"{other.name} says {time.monotonic() - killed_at:.2f}s after the kill: {node.name} is unsupervised "
+        "(its host answers, its daemon does not)"
+    )
+    time.sleep(CALM_SECONDS)
+    cluster.tell(f"requests failed meanwhile: {traffic.failed - failed}; gpulayer up on {node.name} again")
+    node.start()
+    node.wait_until_ready()
+    _wait_for(lambda: _seen_by(other, node.name)["state"] == "alive", f"{node.name} to be alive again")
+    _wait_for(lambda: job.status()["state"] == "running", "the service to be running")
+    cluster.tell(f"{node.name} is alive again and has taken up its replica, whose pid is the same")
+
+
+def _seen_by(node: _Node, name: str) -> Document:
+    return next(each for each in node.client.nodes() if each["name"] == name)
+
+
+def _wait_for(what: Callable[[], bool], told: str) -> None:
+    deadline = time.monotonic() + NOTICE_SECONDS_MAX
+    while not what():
+        if time.monotonic() > deadline:
+            raise GpulayerError(f"waited {NOTICE_SECONDS_MAX:g} s in vain for {told}", hint="report this")
+        time.sleep(0.02)
 
 
 def _restarted(job: Job, victim: Document) -> Document:
@@ -201,87 +249,131 @@ def _temporary_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@contextmanager
-def _daemon(directory: Path) -> Iterator[Client]:
-    """A daemon whose end, and that of all it started, is certain when this returns."""
-    data_dir = directory / "data"
-    # An empty file: the host's own configuration and environment must not change what is shown.
-    config = directory / "gpulayer.toml"
-    config.touch()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")}
-    ports = ("--api-port", "0", "--peer-port", "0")
-    words = ("up", "--data-dir", str(data_dir), "--config", str(config), *ports, "--name", "demo")
-    with open(directory / "daemon.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gpulayer", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            cwd="/",
-            # A session of its own: Ctrl-C is for us, and the daemon is asked to leave after it.
-            start_new_session=True,
-        )
-    client = connect(data_dir=str(data_dir))
-    try:
-        _wait_until_ready(client, process, directory / "daemon.log")
-        yield client
-        _leave(client, process)
-        left = _processes_under(directory)
+class _Node:
+    """One daemon of the demo."""
+
+    def __init__(self, directory: Path, name: str, *more: str, token: str = "") -> None:
+        self.name = name
+        self.data_dir = directory / name
+        self.log = directory / f"{name}.log"
+        # An empty file: the host's own configuration and environment must not change what is shown.
+        config = directory / "gpulayer.toml"
+        config.touch()
+        words = ("up", "--data-dir", str(self.data_dir), "--config", str(config), "--name", name)
+        self._command = [sys.executable, "-m", "gpulayer", *words, "--api-port", "0", "--peer-port", "0", *more]
+        self._environment = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")}
+        if token:
+            self._environment["GPULAYER_JOIN_TOKEN"] = token
+        self.client = connect(data_dir=str(self.data_dir))
+        self.start()
+
+    def start(self) -> None:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                cwd="/",
+                # A session of its own: Ctrl-C is for us, and the daemon is asked to leave after it.
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS_MAX
+        while not self.client.ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+                how = "did not answer" if self.process.poll() is None else f"ended with code {self.process.returncode}"
+                words = " | ".join(last) or "it said nothing"
+                raise GpulayerError(f"the daemon of {self.name} {how}: {words}", hint="report this")
+            time.sleep(0.02)
+
+    def leave(self) -> None:
+        for _ in self.client.leave(stop_all=True):
+            pass
+        try:
+            code = self.process.wait(LEAVE_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            raise GpulayerError(f"{self.name} said good-bye, but did not end", hint="report this") from None
+        if code != 0:
+            raise GpulayerError(f"the daemon of {self.name} ended with code {code}", hint="report this")
+
+    def end(self) -> None:
+        """After a failure, or Ctrl-C: ask first, then kill. Bounded from outside: a daemon that hangs must not hang
+        us."""
+        if self.process.poll() is None:
+            asking = threading.Thread(target=self._leave_quietly, daemon=True)
+            asking.start()
+            asking.join(LEAVE_SECONDS_MAX)
+            try:
+                self.process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(5.0)
+
+    def _leave_quietly(self) -> None:
+        try:
+            for _ in self.client.leave(stop_all=True):
+                pass
+        except GpulayerError:
+            pass
+
+
+class _Cluster:
+    """Three daemons whose end, and that of all they started, is certain when the block is left."""
+
+    def __init__(self, directory: Path, begun: float) -> None:
+        self.directory = directory
+        self.nodes: list[_Node] = []
+        self._begun = begun
+
+    def __enter__(self) -> _Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        self.nodes.append(first := _Node(self.directory, "n1"))
+        first.wait_until_ready()
+        self.tell("n1 runs: gpulayer up")
+        made = first.client.create_join_token(uses=NODES - 1, advertise="127.0.0.1")
+        self.tell(f"n1 makes a token for {NODES - 1} more: gpulayer token create --join --uses {NODES - 1}")
+        for number in range(2, NODES + 1):
+            self.nodes.append(_Node(self.directory, f"n{number}", "--join", made["seed"], token=made["token"]))
+        for node in self.nodes[1:]:
+            node.wait_until_ready()
+        for node in self.nodes:
+            _wait_for(
+                lambda node=node: [each["state"] for each in node.client.nodes()] == ["alive"] * NODES,  # type: ignore[misc]
+                f"{node.name} to see all {NODES}",
+            )
+
+    def tell(self, text: str) -> None:
+        say_now(f"{time.monotonic() - self._begun:6.2f}s  {text}")
+
+    def leave(self) -> None:
+        """The node with the log last; then nothing is left."""
+        for node in reversed(self.nodes):
+            node.leave()
+        left = _processes_under(self.directory)
         if left:
             raise GpulayerError(f"{len(left)} processes are left: pid {', '.join(map(str, left))}", hint="report this")
-    finally:
-        _end_all(client, process, directory)
 
-
-def _wait_until_ready(client: Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_SECONDS_MAX
-    while not client.ready():
-        if process.poll() is not None or time.monotonic() > deadline:
-            last = log.read_text(errors="replace").strip().splitlines()[-5:]
-            how = "did not answer" if process.poll() is None else f"ended with code {process.returncode}"
-            raise GpulayerError(f"the daemon {how}: " + (" | ".join(last) or "it said nothing"), hint="report this")
-        time.sleep(0.02)
-
-
-def _leave(client: Client, process: subprocess.Popen[bytes]) -> None:
-    for _ in client.leave(stop_all=True):
-        pass
-    try:
-        code = process.wait(LEAVE_SECONDS_MAX)
-    except subprocess.TimeoutExpired:
-        raise GpulayerError("the daemon said good-bye, but did not end", hint="report this") from None
-    if code != 0:
-        raise GpulayerError(f"the daemon ended with code {code}", hint="report this")
-
-
-def _end_all(client: Client, process: subprocess.Popen[bytes], directory: Path) -> None:
-    """After a failure, or Ctrl-C: ask first, then kill what is left, which is only what was started under
-    `directory`.
-    """
-    if process.poll() is None:
-        # Bounded from outside: a daemon that hangs must not hang us.
-        asking = threading.Thread(target=_leave_quietly, args=(client,), daemon=True)
-        asking.start()
-        asking.join(LEAVE_SECONDS_MAX)
-        try:
-            process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(5.0)
-    for pid in _processes_under(directory):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def _leave_quietly(client: Client) -> None:
-    try:
-        for _ in client.leave(stop_all=True):
-            pass
-    except GpulayerError:
-        pass
+    def _end(self) -> None:
+        """Whatever is left is only what was started below the directory."""
+        for node in reversed(self.nodes):
+            node.end()
+        for pid in _processes_under(self.directory):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _processes_under(directory: Path) -> list[int]:

@@ -209,9 +209,10 @@ def _connect_tcp(host: str, port: int) -> socket.socket:
 
 
 def _connect_tls(way: Way) -> socket.socket:
+    context = way.context  # a CA that is none is said before anything is tried
     connected = _connect_tcp(*way.endpoint)
     try:
-        return way.context.wrap_socket(connected, server_hostname=way.endpoint[0])
+        return context.wrap_socket(connected, server_hostname=way.endpoint[0])
     except BaseException:
         connected.close()
         raise

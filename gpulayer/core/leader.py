@@ -15,7 +15,7 @@ from typing import TypeAlias, assert_never
 
 from gpulayer.core.base import Tick
 from gpulayer.core.cluster.commands import Command, CommitPlan, ForgetJobs, Placement
-from gpulayer.core.node_changes import OBSERVED_SECONDS, NodeChanges
+from gpulayer.core.cluster.node_changes import OBSERVED_SECONDS, NodeChanges
 from gpulayer.core.orders.acceptance import Acceptance
 from gpulayer.core.placement.fit import Free, free_of
 from gpulayer.core.placement.plan import Plan, plan, waiting_jobs, waiting_replicas

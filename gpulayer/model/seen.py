@@ -38,7 +38,7 @@ class NodeSeen:
     incarnation: int = 0
     peer_address: Address | None = None
     is_stale: bool = False
-    """It runs anew, and its record is still that of the run before."""
+    """Its record is that of the run before, or none: this run's is not here yet."""
 
     @property
     def is_verified(self) -> bool:

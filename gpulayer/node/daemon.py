@@ -171,7 +171,6 @@ class Daemon:
         self._assigned: tuple[Mapping[AttemptId, Order], Mapping[AttemptId, tuple[DeviceShare, ...]]] | None = None
         self._kept_empty: dict[NodeId, float] = {}
         self._placeable_told: Mapping[NodeId, str] = {}
-        self._published: dict[str, bytes] = {}
         self._event_seq = 0
         self._agent = Agent(self.node_id, config.advertise)
         self._agent_inbox: Inbox[AgentEvent] = Inbox()
@@ -640,9 +639,9 @@ class Daemon:
             return
         record = self._own_record()
         entries = entries_of(facts=record.facts, load=record.load, replicas=record.replicas.values())
-        changed = changes(self._published, entries)
+        # Against what gossip took, so that what was too large once is tried again.
+        changed = changes(self._mesh.gossip.record(self.node_id), entries)
         if changed:
-            self._published = entries
             self._mesh.publish(changed)
 
     def _tell_leader_of_itself(self) -> None:

@@ -60,7 +60,7 @@ from gpulayer.runtime.trust_files import TrustFiles
 from gpulayer.wire.codec import DecodeError
 from gpulayer.wire.datagram import OVERHEAD
 from gpulayer.wire.gate import PacketGate
-from gpulayer.wire.gossip import decode, encode, size_of
+from gpulayer.wire.gossip import HEAD_BYTES, decode, encode, size_of
 from gpulayer.wire.peer import (
     PROTOCOL,
     Goodbye,
@@ -136,7 +136,7 @@ class Mesh:
             profile=profile,
             random=Random(entropy[32:]),
             size_of=size_of,
-            room=profile.packet_bytes_max - OVERHEAD,
+            room=profile.packet_bytes_max - OVERHEAD - HEAD_BYTES,
             key_ids=_ids(ring),
             protocol=PROTOCOL,
         )

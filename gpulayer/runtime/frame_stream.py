@@ -105,7 +105,6 @@ class FrameStream:
             try:
                 frame = self.reader.next_frame()
             except DecodeError as error:
-                self._is_broken = True
                 raise LinkEnded(
                     "failed", f"{self.remote} sent no frame: {error}", code="bad_frame", is_ours=True
                 ) from error

@@ -220,17 +220,21 @@ class Reception:
         except OSError:  # gone already
             plain.socket.close()
             return None
-        if self.arrivals >= self._terms.limits.arrivals_max:
+        limits = self._terms.limits
+        source = self._sources.setdefault(remote.host, trio.CapacityLimiter(limits.handshakes_per_source_max))
+        # No source may fill the queue, so that others still find a place in it.
+        if self.arrivals >= limits.arrivals_max or _users(source) >= limits.arrivals_max // 2:
             plain.socket.close()
             return None
         self.arrivals += 1
-        source = self._sources.setdefault(
-            remote.host, trio.CapacityLimiter(self._terms.limits.handshakes_per_source_max)
-        )
         try:
-            # Its source's place first: who sends many does not hold places of all while waiting for one of its own.
-            async with source, self._handshakes:
-                return await self._greeted(plain, remote)
+            with trio.move_on_after(limits.hello_seconds) as patience:
+                # Its source's place first: who sends many holds no place of all while waiting for one of its own.
+                async with source, self._handshakes:
+                    patience.deadline = trio.current_time() + limits.hello_seconds
+                    return await self._greeted(plain, remote)
+            plain.socket.close()
+            return None
         except LinkEnded as ended:
             if ended.code != LinkEnded.default_code:
                 self._terms.refused(
@@ -246,40 +250,38 @@ class Reception:
             return None
         finally:
             self.arrivals -= 1
-            if not source.borrowed_tokens and not source.statistics().tasks_waiting:
+            if not _users(source):
                 self._sources.pop(remote.host, None)
 
     async def _greeted(self, plain: trio.SocketStream, remote: Address) -> FrameStream | None:
         limits = self._terms.limits
-        with trio.move_on_after(limits.hello_seconds):
-            stream = await secure(
-                plain, self._terms.contexts().server, remote, server_side=True, write_seconds=limits.write_seconds
-            )
-            try:
-                stream.reader.kind = Hello
-                with trio.move_on_after(limits.header_seconds):
-                    await stream.receive_header()
-                if not stream.reader.has_header:
-                    stream.close()
-                    return None
-                hello = await stream.receive_frame()
-                assert isinstance(hello, Hello)
-                own = self._terms.hello(hello.use)
-                wrong = objection(hello, stream.identity, own, self._terms.is_allowed) or self._terms.unwelcome(hello)
-                if wrong is not None:
-                    await self._turn_away(stream, hello, wrong)
-                    return None
-                stream.hello = hello
-                if hello.use == "join":
-                    stream.reader.kind, stream.reader.bytes_max = JoinRequest, JOIN_BYTES_MAX
-                else:
-                    stream.reader.kind, stream.reader.bytes_max = PeerFrame, FRAME_BYTES_MAX
-                await stream.send_frame(own)
-                return stream
-            except BaseException:
+        stream = await secure(
+            plain, self._terms.contexts().server, remote, server_side=True, write_seconds=limits.write_seconds
+        )
+        try:
+            stream.reader.kind = Hello
+            with trio.move_on_after(limits.header_seconds):
+                await stream.receive_header()
+            if not stream.reader.has_header:
                 stream.close()
-                raise
-        return None
+                return None
+            hello = await stream.receive_frame()
+            assert isinstance(hello, Hello), "the reader takes nothing else"
+            own = self._terms.hello(hello.use)
+            wrong = objection(hello, stream.identity, own, self._terms.is_allowed) or self._terms.unwelcome(hello)
+            if wrong is not None:
+                await self._turn_away(stream, hello, wrong)
+                return None
+            stream.hello = hello
+            if hello.use == "join":
+                stream.reader.kind, stream.reader.bytes_max = JoinRequest, JOIN_BYTES_MAX
+            else:
+                stream.reader.kind, stream.reader.bytes_max = PeerFrame, FRAME_BYTES_MAX
+            await stream.send_frame(own)
+            return stream
+        except BaseException:
+            stream.close()
+            raise
 
     async def _turn_away(self, stream: FrameStream, hello: Hello, wrong: Goodbye) -> None:
         if wrong.code not in (*NOT_WANTED, *FOR_NOW):
@@ -345,6 +347,10 @@ async def ask_to_join(
         if stream is not None:
             stream.close()
         plain.socket.close()
+
+
+def _users(limiter: trio.CapacityLimiter) -> int:
+    return limiter.borrowed_tokens + limiter.statistics().tasks_waiting
 
 
 def _is_sane(hello: Hello) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from operator import attrgetter
 from typing import Any, Literal
 
 import cbor2
@@ -132,38 +131,32 @@ def _written(message: Message) -> bytes:
 class _Layout:
     """How one class is written and read: its fields by place, those with a default last."""
 
-    __slots__ = ("_build", "_defaults", "_names", "_reads", "_required", "_values", "_writes", "kind", "name")
+    __slots__ = ("_build", "_defaults", "_fields", "_required", "kind", "name")
 
     def __init__(self, kind_of: type, kind: int = 0) -> None:
         self.kind = kind
         self.name = kind_of.__name__
         self._build = kind_of
         hints = typing.get_type_hints(kind_of)
-        self._names = [field.name for field in fields(kind_of)]
-        self._values = attrgetter(*self._names)
-        coders = [_coders(hints[name], f"{self.name}.{name}") for name in self._names]
-        self._writes = [write for write, _ in coders]
-        self._reads = [read for _, read in coders]
+        self._fields: list[tuple[str, _Coder, _Coder]] = []
         self._defaults: list[object] = []
-        for field, write in zip(fields(kind_of), self._writes, strict=True):
+        for field in fields(kind_of):
+            write, read = _coders(hints[field.name], f"{self.name}.{field.name}")
+            self._fields.append((field.name, write, read))
             if field.default is not MISSING:
                 self._defaults.append(write(field.default))
             elif self._defaults:
                 raise TypeError(f"{self.name}.{field.name} has no default, but one before it has")
-        self._required = len(self._names) - len(self._defaults)
+        self._required = len(self._fields) - len(self._defaults)
 
     def write(self, value: Any, head: list[Any]) -> list[Any]:
-        """`head`, and behind it the fields."""
         if type(value) is not self._build:
             raise EncodeError(f"expected {self.name}, found {type(value).__name__}")
-        values = self._values(value)
-        begin = len(head)
-        try:
-            # The getter of one name gives what is there, and no tuple with it.
-            for write, content in zip(self._writes, values if len(self._names) > 1 else (values,), strict=True):
-                head.append(write(content))
-        except EncodeError as exc:
-            raise EncodeError(f"{self.name}.{self._names[len(head) - begin]}: {exc}") from None
+        for name, write, _ in self._fields:
+            try:
+                head.append(write(getattr(value, name)))
+            except EncodeError as exc:
+                raise EncodeError(f"{self.name}.{name}: {exc}") from None
         for default in reversed(self._defaults):
             if head[-1] != default:
                 break
@@ -171,19 +164,18 @@ class _Layout:
         return head
 
     def read(self, raw: Any, begin: int = 0) -> Any:
-        """The fields, from place `begin` on."""
         if type(raw) is not list:
             raise DecodeError(f"expected {self.name} as an array, found {type(raw).__name__}")
         if len(raw) - begin < self._required:
-            raise DecodeError(f"{self.name}: {self._names[len(raw) - begin]} is missing")
-        found: list[Any] = []
-        try:
-            # Not strict: what follows the last field is of a later version, what is not there has its default.
-            for read, item in zip(self._reads, raw[begin:] if begin else raw, strict=False):
-                found.append(read(item))
-        except DecodeError as exc:
-            raise DecodeError(f"{self.name}.{self._names[len(found)]}: {exc}") from None
-        return self._build(**dict(zip(self._names, found, strict=False)))
+            raise DecodeError(f"{self.name}: {self._fields[len(raw) - begin][0]} is missing")
+        arguments = {}
+        # Not strict: what follows the last field is of a later version, what is not there has its default.
+        for (name, _, read), item in zip(self._fields, raw[begin:] if begin else raw, strict=False):
+            try:
+                arguments[name] = read(item)
+            except DecodeError as exc:
+                raise DecodeError(f"{self.name}.{name}: {exc}") from None
+        return self._build(**arguments)
 
 
 # --- per type hint ---------------------------------------------------------------------------------------------------

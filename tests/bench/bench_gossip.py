@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from tests.hosts.network import Host, Lan, missing
 
@@ -82,6 +83,10 @@ class System:
 class Gpulayer(System):
     name = "gpulayer"
 
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._names: dict[str, str] = {}
+
     def _up(self, host: Host, *more: str) -> list[str]:
         data = self.directory / f"n{host.number}"
         config = self.directory / "gpulayer.toml"
@@ -123,6 +128,9 @@ class Gpulayer(System):
             process.terminate()
         for process in running:
             process.wait(30)
+        for host in hosts:
+            note = json.loads((self.directory / f"n{host.number}" / "node.json").read_text())
+            self._names[note["node_id"]] = f"n{host.number}"
 
     def _wait_ready(self, host: Host) -> None:
         path = self.directory / f"n{host.number}" / "gpulayer.sock"
@@ -143,16 +151,12 @@ class Gpulayer(System):
         if '"member.' not in line and '"daemon.ready"' not in line:
             return None
         said = json.loads(line)
-        if said.get("event") == "daemon.ready":
+        if said["event"] == "daemon.ready":
             return Seen("ready")
-        match said.get("event"):
-            case "member.alive":
-                return Seen("alive", said["member"])
-            case "member.suspect":
-                return Seen("suspect", said["member"])
-            case "member.dead":
-                return Seen("dead", said["member"], said.get("cause", ""))
-        return None
+        kind = said["event"].removeprefix("member.")
+        if kind not in ("alive", "suspect", "dead"):
+            return None
+        return Seen(kind, self._names.get(said["id"], said["id"]), said.get("cause", ""))
 
 
 class Serf(System):
@@ -181,7 +185,7 @@ class Serf(System):
 class Kinship(System):
     name = "kinship"
     python = ""
-    _KINDS = {
+    _KINDS: ClassVar = {
         "ready": "ready",
         "MemberJoined": "alive",
         "MemberSuspect": "suspect",
@@ -217,7 +221,10 @@ class Fleet:
 
     def start(self, host: Host) -> None:
         process = subprocess.Popen(
-            self.system.command(host, self.hosts), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            self.system.command(host, self.hosts),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -307,7 +314,8 @@ def told(values: list[float]) -> str:
         return "none"
     ordered = sorted(values)
     p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
-    return f"p50 {statistics.median(ordered):.2f}  p99 {p99:.2f}  min {ordered[0]:.2f}  max {ordered[-1]:.2f}  n {len(ordered)}"
+    median, least, most = statistics.median(ordered), ordered[0], ordered[-1]
+    return f"p50 {median:.2f}  p99 {p99:.2f}  min {least:.2f}  max {most:.2f}  n {len(ordered)}"
 
 
 def all_see_all(fleet: Fleet, begun: float) -> float | None:
@@ -347,7 +355,11 @@ def measure(system: System, hosts: list[Host], options: argparse.Namespace) -> N
         took_seconds = time.monotonic() - at
         each = (fleet.sent_bytes() - sent) / took_seconds / len(hosts)
         used = (fleet.cpu_seconds() - cpu) / took_seconds / len(hosts) * 100
-        print(f"  idle for {took_seconds:.0f} s: {each / 1000:.2f} KB/s sent a node (with headers), {used:.2f} % of a core", flush=True)
+        print(
+            f"  idle for {took_seconds:.0f} s: {each / 1000:.2f} KB/s sent a node (with headers),"
+            f" {used:.2f} % of a core",
+            flush=True,
+        )
     chosen = random.Random(options.seed)
     for how in options.how.split(","):
         deaths: list[float] = []

@@ -36,7 +36,7 @@ from gpulayer.core.leader import (
     StateAdvanced,
     overdue,
 )
-from gpulayer.core.node_changes import OBSERVED_SECONDS
+from gpulayer.core.cluster.node_changes import OBSERVED_SECONDS
 from gpulayer.core.orders.acceptance import ACCEPT_SECONDS
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId

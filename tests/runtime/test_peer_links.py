@@ -387,8 +387,9 @@ async def test_a_certificate_of_an_authority_that_is_not_ours_lets_nobody_in(tmp
     async with end(tmp_path, "n1") as n1, end(tmp_path, "n2", contexts=blind) as n2:
         n2.say(n1)
         await wait_for(lambda: n2.downs == [("n1", "failed")])
-        assert [refusal.code for refusal in n1.refusals] == ["foreign_cluster"]
-        assert [refusal.code for refusal in n2.refusals] == ["foreign_cluster"]
+        await wait_for(lambda: n1.refusals and n2.refusals)
+        assert [refusal.code for refusal in n1.refusals + n2.refusals] == ["foreign_cluster", "foreign_cluster"]
+        assert [n1.refusals[0].by_us, n2.refusals[0].by_us] == [True, False]
         assert n1.ups == []
 
 
@@ -405,6 +406,7 @@ async def test_an_expired_certificate_is_said_by_both(tmp_path: Path) -> None:
         await wait_for(lambda: n2.downs == [("n1", "failed")])
         n1.say(n2)
         await wait_for(lambda: n1.downs == [("n2", "failed")])
+        await wait_for(lambda: n1.refusals and n2.refusals)
         assert {refusal.code for refusal in n1.refusals + n2.refusals} == {"certificate_expired"}
         assert n1.ups == n2.ups == []
 
@@ -442,6 +444,7 @@ async def test_protocols_that_do_not_overlap_are_said_with_both_versions(tmp_pat
     async with end(tmp_path, "n1") as n1, end(tmp_path, "n2", protocol=(7, 9)) as n2:
         n1.say(n2)
         await wait_for(lambda: n1.downs == [("n2", "failed")])
+        await wait_for(lambda: n1.refusals and n2.refusals)
         assert [refusal.code for refusal in n1.refusals + n2.refusals] == ["protocol", "protocol"]
         assert "1-1" in n1.refusals[0].text
         assert "7-9" in n1.refusals[0].text
@@ -476,8 +479,8 @@ async def test_the_second_of_two_runs_with_one_id_is_refused(tmp_path: Path) -> 
 # --- what is no frame -------------------------------------------------------------------------------------------
 
 
-async def connected(address: Address) -> trio.SocketStream:
-    return await trio.open_tcp_stream(address.host, address.port)
+async def connected(address: Address, source: str | None = None) -> trio.SocketStream:
+    return await trio.open_tcp_stream(address.host, address.port, local_address=source)
 
 
 async def raw_link(address: Address, context: ssl.SSLContext) -> trio.SSLStream[trio.SocketStream]:
@@ -540,21 +543,39 @@ async def test_a_frame_that_is_too_long_ends_a_link_and_no_other(tmp_path: Path)
 
 
 async def test_who_sends_slowly_does_not_keep_others_out(tmp_path: Path) -> None:
-    limits = Limits(hello_seconds=0.6, header_seconds=0.2)
-    contexts = contexts_of(tmp_path / "n2", "n2")
+    limits = Limits(hello_seconds=5.0, header_seconds=0.2)
     async with end(tmp_path, "n1", limits=limits) as n1, end(tmp_path, "n3") as n3:
-        loris = [await connected(n1.address) for _ in range(12)]
+        loris = [await connected(n1.address, "127.0.0.2") for _ in range(12)]
         for stream in loris:
             await stream.send_all(b"\x16\x03")
-        silent = await raw_link(n1.address, contexts.client)  # after the handshake: no header
+        await wait_for(lambda: n1.links._reception.arrivals == 12)
         n3.say(n1)
         await wait_for(n1.heard)
+        assert n1.links._reception.arrivals == 12
         for stream in loris:
-            assert await rest_of(stream) == b""
             await stream.aclose()
+        await wait_for(lambda: n1.links._reception._sources == {})
+
+
+async def test_a_hello_must_come_in_time(tmp_path: Path) -> None:
+    contexts = contexts_of(tmp_path / "n2", "n2")
+    async with end(tmp_path, "n1", limits=Limits(hello_seconds=1.0, header_seconds=0.2)) as n1:
+        plain = await connected(n1.address)  # not even TLS
+        silent = await raw_link(n1.address, contexts.client)  # after the handshake: no header
         assert await rest_of(silent) == b""
-        await wait_for(lambda: n1.links._reception.arrivals == 0)
-        assert n1.links._reception._sources == {}
+        assert n1.links._reception.arrivals == 1
+        assert await rest_of(plain) == b""
+        await wait_for(lambda: n1.links._reception._sources == {})
+
+
+async def test_no_source_fills_the_queue_of_those_that_wait(tmp_path: Path) -> None:
+    async with end(tmp_path, "n1", limits=Limits(arrivals_max=8)) as n1, end(tmp_path, "n3") as n3:
+        many = [await connected(n1.address, "127.0.0.2") for _ in range(12)]
+        for stream in many[4:]:
+            assert await rest_of(stream) == b""
+        assert n1.links._reception.arrivals == 4
+        n3.say(n1)
+        await wait_for(n1.heard)
 
 
 async def test_a_peer_that_reads_nothing_is_given_up_and_costs_a_bounded_outbox(tmp_path: Path) -> None:
@@ -587,6 +608,7 @@ async def test_orders_are_never_dropped_a_full_outbox_ends_the_link(tmp_path: Pa
         for _ in range(11):
             n1.links.send(n2.node, (n2.address,), order)
         await wait_for(lambda: n1.downs == [("n2", "failed")])
+        await wait_for(lambda: n2.downs == [("n1", "goodbye")])  # "closed" would look like a kill
 
 
 async def test_a_frame_that_is_too_long_is_not_sent_and_the_link_goes_on(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ reads one again (wire/record.py) when gossip says RecordChanged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import DUPLICATE, IMPAIRED, RESTARTING, SLUGGISH, TCP_IMPAIRED, Member
@@ -35,15 +35,15 @@ def make_table(
     is_isolated: bool,
     listening_since: float = 0.0,
     leader: NodeId | None = None,
-    stale: Collection[NodeId] = (),
+    stale: Iterable[NodeId] = (),
 ) -> Table:
     """`registry`: names of the admitted nodes; None where it is not known here yet. `heard_at`: when anything
-    authenticated was last heard of any other node. `listening_since`: when this node began to listen. `stale`: nodes
-    whose record is that of an older run. Instants are of one monotonic clock, in seconds. Nodes are sorted by id.
-
-    `leader`: the node that is to be asked; the table has it only while it is not seen dead or gone.
+    authenticated was last heard of any other node. `listening_since`: when this node began to listen. `leader`: the
+    node that is to be asked; the table has it only while it may be there. `stale`: nodes whose record is that of an
+    older run, or not here. Instants are of one monotonic clock, in seconds. Nodes come sorted by id.
     """
     names = registry or {}
+    unverified = frozenset(stale)
     nodes: dict[NodeId, NodeSeen] = {}
     for node in sorted({own, *members, *names}):
         member = members.get(node)
@@ -74,7 +74,7 @@ def make_table(
             epoch=member.run.epoch if member else 0,
             incarnation=member.incarnation if member else 0,
             peer_address=member.addresses[0] if member and member.addresses else None,
-            is_stale=not is_self and node in stale,
+            is_stale=not is_self and node in unverified,
         )
     return Table(seen_by=own, nodes=nodes, leader=leader if _is_there(nodes.get(leader) if leader else None) else None)
 

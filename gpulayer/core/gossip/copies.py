@@ -102,7 +102,9 @@ class Copies:
     def set_own(self, values: Mapping[str, bytes | None], now: Instant) -> None:
         own = self._members.own
         before = self._records.own_version
-        keys = self._records.set_own(values, now)
+        keys, why = self._records.set_own_as_fits(values, now)
+        if why:
+            self._outbox.warn("record_too_large", own.id, why, now)
         if not keys:
             return
         self._outbox.do(RecordChanged(node=own.id, keys=keys, is_complete=True))

@@ -588,6 +588,7 @@ class Gossip:
         self._spread.forget(own.id)
         word = Left(node=own.id, epoch=own.run.epoch, incarnation=own.incarnation)
         self._spread.add(word, now)
+        self._detection.stop()
         self._departure.begin(word, now, self._detection.probes.next_seq)
 
     # --- links and registry -------------------------------------------------------------------------------------------

@@ -107,14 +107,18 @@ class Detection:
         self._health.worse()
         if seconds > self._profile.suspicion_bounds(self._members.count)[0]:
             # The others have buried us by now: they hear first that we live.
-            self.probes.next_at = max(self.probes.next_at, Instant(now + self._profile.probe_interval))
+            self.probes.next_at = max(self.probes.next_at, self._hold_until)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def joined(self, node: NodeId, now: Instant) -> None:
         self.probes.joined(node)
-        if self.probes.next_at == NEVER:
+        if self.probes.next_at == NEVER and self._members.own.state == "alive":
             self.probes.schedule(now, self._health.probe_interval * self._random.random())
+
+    def stop(self) -> None:
+        """We are leaving: we still answer, and ask nobody."""
+        self.probes.next_at = NEVER
 
     def probe_now(self, node: NodeId, now: Instant) -> Round | None:
         """Out of turn: something says that it may be gone."""

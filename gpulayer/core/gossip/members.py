@@ -252,7 +252,11 @@ class Members:
     def leave(self, node: NodeId, incarnation: int, now: Instant) -> None:
         held = self._members[node]
         incarnation = max(incarnation, held.incarnation)
-        self._put(replace(held, state="left", incarnation=incarnation, cause=None, changed_at=now))
+        left = replace(held, state="left", incarnation=incarnation, cause=None, changed_at=now)
+        if node == self._own:
+            self._members[node] = left
+        else:
+            self._put(left)
 
     def heard(self, node: NodeId, now: Instant) -> None:
         self._members[node] = replace(self._members[node], heard_at=now)

@@ -113,7 +113,7 @@ class Outbox:
     def gossip(self, now: Instant) -> None:
         """Rumours to a few live members, for their own sake."""
         for node in self.some_live(self._profile.gossip_fanout):
-            if not len(self._spread):
+            if not self._spread.is_pressing:
                 return
             if node in self.over_stream:
                 self.frame(node, self._spread.pack(self._room, self._members.count, now))

@@ -133,6 +133,27 @@ class Records:
             self._tombstones.extend((now, entry.version) for entry in entries if entry.value is None)
         return tuple(changes)
 
+    def set_own_as_fits(self, values: Mapping[str, bytes | None], now: Instant) -> tuple[tuple[str, ...], str]:
+        """set_own(); where a bound would be broken, of what fits: one thing too much must not keep an endpoint listed
+        that is gone. Deletes come first, then what is told already, then what is new. Gives the keys that changed, and
+        why the rest did not (empty: there is none)."""
+        items = sorted(values.items(), key=lambda item: (item[1] is not None, item[0] not in self._own.entries))
+        changed: list[str] = []
+        why = ""
+        # Halves of what was refused, so that few keys too many cost few tries.
+        waiting = [items]
+        while waiting:
+            part = waiting.pop()
+            try:
+                changed += self.set_own(dict(part), now)
+            except Refused as exc:
+                if len(part) == 1:
+                    why = why or str(exc)
+                else:
+                    middle = len(part) // 2
+                    waiting += [part[middle:], part[:middle]]
+        return tuple(changed), why
+
     def outbid(self, version: tuple[int, int]) -> bool:
         """Somebody has a record of our run at `version`. Where that is above ours, another daemon with a copy of our
         data directory wrote it: ours goes above it, and from there to everybody anew. False: it is not above ours."""
@@ -407,7 +428,7 @@ class Records:
 
 def _too_large(why: str) -> Refused:
     return Refused(
-        f"this node's record is not told to others as it should be: {why}",
+        f"not all of this node's record can be told to others: {why}",
         hint="run fewer replicas on this node",
         code="record_too_large",
     )

@@ -21,6 +21,9 @@ RUMOURS_MAX = 8192
 MISFITS_MAX = 16
 # Smaller than any message: with less room the packet is full.
 LEAST_BYTES = 8
+# Packets that a rumour gets for its own sake where it is not urgent: more than one, so that it grows; whom it does not
+# reach so, the packets of probes will.
+ROUTINE_PACKETS = 2
 # A vouch is news for a moment only; one that would be told later holds up a timer that should run.
 VOUCH_LIFE = 2.0
 
@@ -127,7 +130,7 @@ class Spread:
         if item.told == len(self._tiers):
             self._tiers.append({})
         self._tiers[item.told][key] = None
-        if not item.is_urgent and item.told >= self._profile.gossip_fanout:
+        if not item.is_urgent and item.told >= ROUTINE_PACKETS:
             self._fresh.discard(key)
 
     def _limit(self, item: _Item, members: int) -> int:

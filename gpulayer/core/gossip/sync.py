@@ -52,10 +52,6 @@ class Difference:
     records_wanted: tuple[Pull, ...] = ()
     """Send it these."""
 
-    @property
-    def is_nothing(self) -> bool:
-        return not (self.members_lacking or self.records_lacking or self.members_wanted or self.records_wanted)
-
 
 @lru_cache(maxsize=8192)
 def bucket_of(node: NodeId) -> int:

@@ -25,8 +25,15 @@ class OrderChanges:
 
 
 def orders_of(state: ClusterState, node: NodeId) -> tuple[Order, ...]:
-    """What that node shall run, and release."""
-    return tuple(all_orders(state).get(node, {}).values())
+    """What that node shall run, and release. Looks at every replica there is."""
+    return tuple(
+        order
+        for job in state.jobs.values()
+        if job.is_live
+        for replica in job.replicas
+        if replica.assignment is not None and replica.assignment.node == node
+        if (order := _order(job, replica)) is not None
+    )
 
 
 def all_orders(state: ClusterState) -> dict[NodeId, dict[AttemptId, Order]]:

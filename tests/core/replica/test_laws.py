@@ -60,6 +60,7 @@ HAPPENINGS = (
     *("a start fails", "a while", "exit 0", "tree ends", "commit", "restart", "shim killed") * 2,
     *("a start is refused", "placed again") * 2,
     *("withdraw", "given up", "reboot"),
+    *("orders lapse", "orders are current", "orders are current", "daemon killed alone"),
 )
 
 
@@ -94,6 +95,8 @@ class Host:
     is_discarded: bool = False
     is_refused: bool = False
     """The agent has said that its node cannot have it."""
+    was_dead: bool = False
+    """A daemon that had no current orders yet found it without a shim."""
 
     @property
     def run(self) -> int:
@@ -111,6 +114,9 @@ class World(RuleBasedStateMachine):
         self.agent = Agent(NODE, "10.0.0.5")
         self.hosts: dict[AttemptId, Host] = {}
         self.log: dict[AttemptId, Order] = {}
+        self.heard: dict[AttemptId, Order] = {}
+        """The log as this node heard it last, and keeps it over its restarts."""
+        self.is_current = True
         self.specs: dict[AttemptId, JobSpec] = {}
         self.outcomes: dict[AttemptId, Outcome] = {}
         self.proposals: deque[tuple[AttemptId, Report | ReportReleased | ReportRefused]] = deque()
@@ -125,6 +131,9 @@ class World(RuleBasedStateMachine):
     def hear(self, event: AgentEvent) -> None:
         for told in self.agent.step(event, Instant(self.now)):
             host = self.hosts.setdefault(told.attempt, Host())
+            if isinstance(event, OrdersChanged) and not self.is_current:
+                assert not isinstance(told.effect, StopRun | Discard), "stopped by orders that are not current"
+                assert not isinstance(told.effect, Report | ReportRefused) or host.executions, "and given back by them"
             self.obey(told.attempt, host, told.effect)
         self.agent.check()
 
@@ -143,14 +152,14 @@ class World(RuleBasedStateMachine):
             case Report(released=released):
                 assert not released or not host.tree, "P7: released, and something is left"
                 assert not host.is_refused, "one end is enough"
-                assert attempt in self.log
+                assert attempt in self.heard
                 self.proposals.append((attempt, effect))
             case ReportReleased():
                 assert not host.tree, "P7: released, and something is left"
                 self.proposals.append((attempt, effect))
             case ReportRefused():
                 assert not host.tree, "P7: refused, and something is left"
-                assert attempt in self.log
+                assert attempt in self.heard
                 host.is_refused = True
                 self.proposals.append((attempt, effect))
             case Discard():
@@ -171,15 +180,32 @@ class World(RuleBasedStateMachine):
         assert spec.kind == "service" or executions == 0, "P4: a batch is executed once, whichever attempt it is"
         assert not any(other.tree or other.is_starting for other in attempts), "P3: nor beside an attempt before it"
         assert not host.is_refused, "what was refused is begun as another attempt only"
-        assert attempt in self.log
-        assert not self.log[attempt].outcome_known
-        assert self.log[attempt].assignment.withdrawn is None
+        assert attempt in self.heard
+        if self.is_current:
+            assert not self.heard[attempt].outcome_known
+            assert self.heard[attempt].assignment.withdrawn is None
+        else:
+            assert spec.kind == "service", "P4: executed without current orders"
+            assert host.asked is not None, "begun without current orders"
+            assert not host.was_dead, "P4: a start of a daemon begins nothing before it has current orders"
         if host.asked is not None and start.restarts > host.asked.restarts:
             assert self.now >= max(host.ended, host.failed) + backoff.delay(start.failures) - 1e-6, "before its delay"
         assert spec.max_restarts is None or start.restarts <= spec.max_restarts
 
     def orders_changed(self) -> None:
-        self.hear(OrdersChanged(orders=tuple(self.log.values())))
+        if self.is_current:
+            self.heard = dict(self.log)
+            self.hear(OrdersChanged(orders=tuple(self.log.values())))
+
+    def orders_lapse(self) -> None:
+        self.is_current = False
+        self.hear(OrdersChanged(orders=tuple(self.heard.values()), is_current=False))
+
+    def orders_are_current(self) -> None:
+        self.is_current = True
+        for host in self.hosts.values():
+            host.was_dead = False
+        self.orders_changed()
 
     def pick(self, number: int) -> tuple[AttemptId, Host] | None:
         ids = sorted(self.hosts)
@@ -424,7 +450,11 @@ class World(RuleBasedStateMachine):
         self.proposals.clear()
         self.agent = Agent(NODE, "10.0.0.5")
         found = tuple(self.found(attempt, host) for attempt, host in self.hosts.items() if host.has_sandbox)
-        orders = OrdersChanged(orders=tuple(self.log.values()))
+        if self.is_current:
+            self.heard = dict(self.log)
+        for host in self.hosts.values():
+            host.was_dead = not self.is_current and not host.shim
+        orders = OrdersChanged(orders=tuple(self.heard.values()), is_current=self.is_current)
         told: list[AgentEvent] = [orders, AttemptsFound(found=found)] if orders_first else [AttemptsFound(found=found)]
         for event in told:
             assert not self.hosts or not any(host.requests for host in self.hosts.values()), "with half of the picture"
@@ -514,7 +544,15 @@ class World(RuleBasedStateMachine):
             case "daemon killed":
                 self.daemon_is_killed(finishes=flag, orders_first=is_heard)
             case "reboot":
+                self.is_current = self.is_current and flag
                 self.host_reboots()
+            case "orders lapse":
+                self.orders_lapse()
+            case "orders are current":
+                self.orders_are_current()
+            case "daemon killed alone":
+                self.is_current = False
+                self.daemon_is_killed(finishes=flag, orders_first=is_heard)
             case _:
                 raise AssertionError(what)
 
@@ -541,6 +579,7 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything is cancelled, and everyone does what they owe: then nothing is left, anywhere."""
+        self.orders_are_current()
         for number in range(len(self.hosts)):
             self.withdraw(number)
         for _ in range(40):
