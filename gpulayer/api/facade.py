@@ -146,7 +146,15 @@ class NodeFacade(Protocol):
         ...
 
     def store_stats(self) -> Any:
-        """runtime.log_file.LogStats: numbers for /metrics."""
+        """runtime.log_file.LogStats: numbers for /metrics; None where the log is not here."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Of gossip, its socket and links, by name."""
+        ...
+
+    def loop_lag_seconds(self, part: float) -> float:
+        """How late the event loop was in the last minute, at this quantile (0 to 1)."""
         ...
 
     def sandbox(self, attempt: AttemptId) -> Path: ...

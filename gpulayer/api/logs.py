@@ -152,6 +152,8 @@ async def _find(node: NodeFacade, owners: Owners, job: Job, replicas: Sequence[i
     others: list[AttemptId] = []
     for index in replicas:
         replica = job.replicas[index]
+        if not replica.attempts:
+            continue  # it was never placed, so there is nothing of it anywhere
         newest = AttemptId(ReplicaId(job.id, index), replica.attempts)
         wanted.setdefault(_owner(replica) or node.node_id, []).append(newest)
         earlier = range(max(1, replica.attempts - ATTEMPTS_KEPT), replica.attempts)

@@ -49,6 +49,7 @@ class _Scrape:
             yield _gauges(f"gpulayer_gpus_{word}", f"GPUs by model, {word}; shares count as such.", ("model",), counts)
         yield self._gpus()
         yield from self._store()
+        yield from self._peers()
 
     def _gpus(self) -> Metric:
         """As `gpulayer resources` counts them: what is unhealthy is that, whoever uses it."""
@@ -82,10 +83,24 @@ class _Scrape:
     def _store(self) -> Iterator[Metric]:
         """Whatever numbers the log store tells about itself."""
         stats = self._moment.node.store_stats()
+        if stats is None:
+            return
         for name in sorted(field.name for field in fields(stats)):
             value = getattr(stats, name)
             if isinstance(value, (int, float)):
                 yield _gauge(f"gpulayer_store_{name}", f"The log store's {name.replace('_', ' ')}.", float(value))
+
+    def _peers(self) -> Iterator[Metric]:
+        """The cluster as this node sees it, and what that takes."""
+        node = self._moment.node
+        states: Counter[tuple[str, ...]] = Counter((seen.state,) for seen in node.table().nodes.values())
+        yield _gauges("gpulayer_nodes_seen", "Nodes as this one sees them, by state.", ("state",), states)
+        lag: dict[tuple[str, ...], float] = {(f"{part:g}",): node.loop_lag_seconds(part) for part in (0.5, 0.99, 1.0)}
+        yield _gauges("gpulayer_loop_lag_seconds", "Lateness of the event loop in a minute.", ("quantile",), lag)
+        total = CounterMetricFamily("gpulayer_peer", "What happened between this node and others.", labels=("what",))
+        for what, count in sorted(node.counters().items()):
+            total.add_metric([what], count)
+        yield total
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

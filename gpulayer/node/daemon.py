@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
@@ -61,7 +62,7 @@ from gpulayer.model.cluster import ClusterState
 from gpulayer.model.errors import GpulayerError, InvalidRequest, Unreachable
 from gpulayer.model.event import Event
 from gpulayer.model.ids import AttemptId, JobId, NodeId
-from gpulayer.model.member import Run
+from gpulayer.model.member import SLUGGISH, Run
 from gpulayer.model.node import Capabilities
 from gpulayer.model.places import SOCKET_NAME
 from gpulayer.model.record import Load, NodeFacts, NodeRecord, ReplicaRecord
@@ -71,6 +72,7 @@ from gpulayer.model.units import Instant
 from gpulayer.node.admission import Admission
 from gpulayer.node.audit import audit_host
 from gpulayer.node.config import Config, Neighbour, UpOptions, load_config
+from gpulayer.node.event_relay import EventRelay, keep_events
 from gpulayer.node.following import Following
 from gpulayer.node.forward import BulkRequests, PeerApi
 from gpulayer.node.joining import Applicant, join, keep, shown_to, way_in
@@ -100,6 +102,7 @@ from gpulayer.runtime.identity import (
     note_membership,
     open_data_dir,
 )
+from gpulayer.runtime.lag import LagMonitor
 from gpulayer.runtime.load import LoadMeter
 from gpulayer.runtime.order_store import open_order_store
 from gpulayer.runtime.peer_cache import PeerCache
@@ -109,7 +112,15 @@ from gpulayer.runtime.supervisor import Supervisor
 from gpulayer.runtime.telemetry import configure_logs
 from gpulayer.runtime.trust_files import TrustFiles
 from gpulayer.runtime.watch import Watch
-from gpulayer.wire.peer import CertificateGiven, CertificateWanted, PeerFrame, RequestHead
+from gpulayer.wire.peer import (
+    CertificateGiven,
+    CertificateWanted,
+    EventsKept,
+    EventsOffered,
+    EventsTold,
+    PeerFrame,
+    RequestHead,
+)
 from gpulayer.wire.record import changes, entries_of
 
 log = structlog.get_logger()
@@ -125,6 +136,9 @@ CERTIFICATE_LOOKS_SECONDS = 6 * 3600.0
 # Told to a host that joins: more than enough to meet everybody.
 PEERS_TOLD_MAX = 16
 REACH_SECONDS = 1.0
+# Supervision that has not turned for so long gets nothing new.
+SLUGGISH_SECONDS = 5.0
+SLUGGISH_LOOKS_SECONDS = 1.0
 
 
 class Daemon:
@@ -161,6 +175,8 @@ class Daemon:
             )
         self._mesh: Mesh | None = None
         self._bulk: BulkRequests | None = None
+        self._relay: EventRelay | None = None
+        self._lag = LagMonitor()
         self._peer_api: PeerApi | None = None
         self._trust = TrustFiles(data.path)
         self._tls: SSLContext | None = None
@@ -211,6 +227,7 @@ class Daemon:
             is_withdrawn=self._is_withdrawn,
             tethered=config.tethered,
         )
+        self._agent_turned_at = 0.0
         self._load: Load | None = None
         self._api_address: Address | None = None
         self._registry_told: Mapping[NodeId, str] | None = None
@@ -389,6 +406,10 @@ class Daemon:
         """Of gossip, its socket and links."""
         return self._mesh.counters() if self._mesh is not None else {}
 
+    def loop_lag_seconds(self, part: float) -> float:
+        """How late the event loop was in the last minute, at this quantile."""
+        return self._lag.quantile(part)
+
     async def audit(self) -> AuditReport:
         return await audit_host(
             data_dir=self._data.path,
@@ -434,6 +455,9 @@ class Daemon:
                 await nursery.start(self._mesh.run)
                 nursery.start_soon(self._look_after_certificate, sockets.port)
             nursery.start_soon(self._publish)
+            nursery.start_soon(self._lag.run)
+            if self._mesh is not None:
+                nursery.start_soon(self._look_whether_sluggish)
             if isinstance(self._half, Voting):
                 nursery.start_soon(self._half.run, self._admission() if self._mesh is not None else None)
                 self._tell_leader_of_itself()
@@ -503,6 +527,8 @@ class Daemon:
                 on_orders=self._follow_orders,
                 on_registry=self._registry_learned,
             )
+            self._relay = EventRelay(self.events, self.node_id, partial(self._send_to, voter))
+            nursery.start_soon(self._relay.run)
         self._bulk = BulkRequests(self._open_stream)
         nursery.start_soon(self._bulk.run)
         self._mesh = Mesh(
@@ -649,6 +675,19 @@ class Daemon:
             attempts = frozenset(self._agent.statuses())
             self._half.node_said(self.node_id, self._facts(), attempts, is_heard=True)
 
+    async def _look_whether_sluggish(self) -> None:
+        """Gossip that is alive must not hide a supervision that stands still."""
+        assert self._mesh is not None
+        was_sluggish = False
+        while True:
+            await trio.sleep(SLUGGISH_LOOKS_SECONDS)
+            waiting = trio.current_time() - self._agent_turned_at if len(self._agent_inbox) else 0.0
+            is_sluggish = max(waiting, self._supervisor.listeners_checked_seconds_ago()) > SLUGGISH_SECONDS
+            if is_sluggish != was_sluggish:
+                log.warning("daemon.sluggish" if is_sluggish else "daemon.not_sluggish_any_more")
+                self._mesh.set_flag(SLUGGISH, is_sluggish)
+                was_sluggish = is_sluggish
+
     async def _measure_load(self) -> None:
         meter = LoadMeter(self._data.path)
         while True:
@@ -666,6 +705,7 @@ class Daemon:
         self._say_something()
 
     def _agent_stepped(self) -> None:
+        self._agent_turned_at = trio.current_time()
         self._say_something()
 
     def _bump(self) -> None:
@@ -780,14 +820,22 @@ class Daemon:
             self._mesh.tell_all(frame)
 
     def _peer_frame(self, run: Run, frame: PeerFrame) -> None:
-        if isinstance(frame, CertificateGiven):
-            self._certificate_given(frame)
-        elif self._half is None or not self._half.from_peer(run.node, frame):
-            log.warning("peer.frame_unexpected", node=run.node, frame=type(frame).__name__)
+        match frame:
+            case CertificateGiven() if run.node == self._mesh_voter:
+                self._certificate_given(frame)
+            case EventsOffered() | EventsTold() if self.is_voter:
+                self._send_to(run.node, keep_events(self.events, run.node, frame))
+            case EventsKept() if self._relay is not None and run.node == self._mesh_voter:
+                self._relay.kept(frame)
+            case _:
+                if self._half is None or not self._half.from_peer(run.node, frame):
+                    log.warning("peer.frame_unexpected", node=run.node, frame=type(frame).__name__)
 
     def _link_changed(self, node: NodeId, is_up: bool) -> None:
         assert self._half is not None
         self._half.link(node, is_up)
+        if self._relay is not None and node == self._mesh_voter:
+            self._relay.link(is_up)
         if not is_up and node == self._mesh_voter and self._nursery is not None:
             self._nursery.start_soon(self._reach_voter)
 

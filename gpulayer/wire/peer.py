@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from gpulayer.core.orders.messages import LeaderToNode, NodeToLeader
 from gpulayer.model.address import Address
+from gpulayer.model.event import Event
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import Run
 from gpulayer.model.node import Capabilities
@@ -142,6 +143,29 @@ class GossipFrame:
     payload: bytes
 
 
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsOffered:
+    """Up to which of my events do you have them?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsTold:
+    """The next of the sender's own events, in order; answered by EventsKept."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsKept:
+    """All of yours up to this one."""
+
+    epoch: int
+    seq: int
+
+
 # --- requests that are passed on (use "bulk": one at a time on a link) ----------------------------------------------
 
 
@@ -187,6 +211,9 @@ PeerFrame: TypeAlias = (
     | CertificateWanted
     | CertificateGiven
     | GossipFrame
+    | EventsOffered
+    | EventsTold
+    | EventsKept
     | RequestHead
     | ResponseHead
     | ResponsePart

@@ -42,9 +42,11 @@ def ask(node: Node, request: str, context: ssl.SSLContext | None = None) -> byte
 
 @contextmanager
 def secured(node: Node, context: ssl.SSLContext | None = None) -> Iterator[ssl.SSLSocket]:
-    with socket.create_connection(("127.0.0.1", node.port), timeout=SECONDS_MAX) as plain:
-        with (context or believing()).wrap_socket(plain, server_hostname="127.0.0.1") as sock:
-            yield sock
+    with (
+        socket.create_connection(("127.0.0.1", node.port), timeout=SECONDS_MAX) as plain,
+        (context or believing()).wrap_socket(plain, server_hostname="127.0.0.1") as sock,
+    ):
+        yield sock
 
 
 def get(path: str, token: str = "", host: str = "127.0.0.1") -> str:

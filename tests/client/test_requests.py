@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import gpulayer as gl
-from gpulayer.client.address import Loopback, UnixSocket, find_address, parse_url
+from gpulayer.client.address import Loopback, Secure, UnixSocket, find_address, parse_url
 from gpulayer.client.waits import UntilReady
 from gpulayer.wire.http import spec_to_json, submit_from_json
 
@@ -180,11 +180,15 @@ def test_a_url_is_read_whole_or_refused() -> None:
     assert parse_url("http://localhost") == Loopback("127.0.0.1", 7450)
     assert parse_url("http://127.0.0.1:8000/") == Loopback("127.0.0.1", 8000)
     assert parse_url("http://[::1]:8000") == Loopback("::1", 8000)
+    assert parse_url("https://gpu1.lab") == Secure((("gpu1.lab", 7450),))
+    assert str(parse_url("https://[fd00::5]:8000/")) == "https://[fd00::5]:8000"
     for wrong in (
         "http://10.0.0.1:7450",
         "http://example.org",
         "http://127.0.0.1.example.org",
-        "https://127.0.0.1:7450",
+        "https://127.0.0.1:7450/v1",
+        "https://user@127.0.0.1",
+        "https://",
         "http://127.0.0.1:0",
         "http://127.0.0.1:70000",
         "http://127.0.0.1:7450/v1",

@@ -314,7 +314,7 @@ async def test_what_was_joined_is_kept_and_joined_no_second_time(
     async with serving(tmp_path / "n1") as cluster:
         found = await joined(cluster.seed, token=cluster.token, node=data.node_id)
         keep(data, found, KEYS)
-        assert membership(data.path) == Membership(cluster_id="c-1", is_voter=False, name="n2")
+        assert membership(data.path) == Membership(cluster_id="c-1", is_voter=False, name="n2", voter="n-1")
         kept = TrustFiles(data.path).read(data.node_id)
         assert kept.key_ring == found.accepted.key_ring
         (peer,) = PeerCache(data.path / "peers.json").peers

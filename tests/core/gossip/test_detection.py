@@ -275,20 +275,19 @@ def test_a_dead_one_in_somebodys_table_is_suspected_and_may_answer() -> None:
     assert not deaths(net)
 
 
-def test_a_vouch_stops_the_burial_of_a_member_that_two_could_not_reach() -> None:
+def test_a_vouch_stops_the_burial_of_a_member_that_two_were_refused_by() -> None:
     net = Net(18)
     hosts = net.start(5)
-    subject = hosts[4]
+    subject, hearer = hosts[4], hosts[3]
     incarnation = hosts[0].member(subject.id).incarnation
     net.is_cut = lambda a, b, kind: subject in (a, b)
     for reporter in hosts[1:3]:
-        word = Suspect(
-            node=subject.id, epoch=1, incarnation=incarnation, cause="refused", reporter=reporter.id
-        )
-        say(net, hosts[0], reporter, word)
-    say(net, hosts[0], hosts[3], Vouch(node=subject.id, epoch=1, incarnation=incarnation, witness=hosts[3].id))
+        word = Suspect(node=subject.id, epoch=1, incarnation=incarnation, cause="refused", reporter=reporter.id)
+        for host in hosts[:4]:
+            say(net, host, reporter, word)
+    say(net, hearer, subject, Ping(seq=0, target=hearer.id, epoch=1))
     net.run(0.3)
-    assert hosts[0].sees(subject.id) == "suspect"
+    assert all(host.sees(subject.id) == "suspect" for host in hosts[:4])
 
 
 def test_who_left_is_never_called_dead_and_does_not_come_back_in_that_run() -> None:
