@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from gpulayer import __version__
 from gpulayer.api.requests import LocalRoute, Moment, moment_of
-from gpulayer.core.placement.fit import free_of
-from gpulayer.wire.http import gpu_stock, resources_to_json
+from gpulayer.wire.nodes import gpu_stock, resources_to_json
 
 
 async def metrics(request: Request) -> Response:
@@ -41,9 +40,9 @@ class _Scrape:
         yield _gauge("gpulayer_uptime_seconds", "Since the daemon started.", self._moment.now_utc - node.started_at_utc)
         yield _gauge("gpulayer_ready", "1 if the node serves.", 0 if node.not_ready else 1)
         yield _gauge("gpulayer_log_index", "Index of the newest applied log entry.", state.index)
-        yield _gauge("gpulayer_nodes", "Nodes in the registry.", len(state.nodes))
+        yield _gauge("gpulayer_nodes", "Nodes that are seen or known.", len(self._moment.stock))
         yield from self._jobs()
-        stock = gpu_stock(state, free_of(state))
+        stock = gpu_stock(self._moment.stock)
         for word in ("all", "free"):
             counts: dict[tuple[str, ...], float] = {(each["model"],): each[word] for each in stock}
             yield _gauges(f"gpulayer_gpus_{word}", f"GPUs by model, {word}; shares count as such.", ("model",), counts)
@@ -54,7 +53,7 @@ class _Scrape:
     def _gpus(self) -> Metric:
         """As `gpulayer resources` counts them: what is unhealthy is that, whoever uses it."""
         counts: Counter[tuple[str, ...]] = Counter()
-        for stock in resources_to_json(self._moment.state, free_of(self._moment.state))["models"]:
+        for stock in resources_to_json(self._moment.stock)["models"]:
             for state in ("idle", "held", "foreign", "unhealthy"):
                 counts[stock["model"], state] += stock[state]
         return _gauges("gpulayer_gpus", "GPUs by model and state; each counts once.", ("model", "state"), counts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import cast
 
 from starlette.requests import Request
@@ -12,11 +13,13 @@ from starlette.routing import Route
 from gpulayer.api.facade import NodeFacade
 from gpulayer.api.owners import Owners
 from gpulayer.api.problems import JSON
+from gpulayer.core.cluster.stock import NodeStock, stock_of
 from gpulayer.core.cluster.view import JobView, job_view
 from gpulayer.core.placement.plan import waiting_reasons
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.ids import AttemptId, JobId, NodeId
 from gpulayer.model.replica import Reason, ReplicaStatus
+from gpulayer.model.seen import Table
 from gpulayer.wire.http import dump
 
 # Keys of the ASGI scope, set by app.py once a request may be served.
@@ -45,6 +48,15 @@ class Moment:
         self.now_utc = node.now_utc()
         self.node_names: dict[NodeId, str] = {known.id: known.name for known in self.state.nodes.values()}
         self._waiting = waiting
+
+    @cached_property
+    def table(self) -> Table:
+        return self.node.table()
+
+    @cached_property
+    def stock(self) -> Sequence[NodeStock]:
+        """Every node, by name, and what is free of it: by the log where it is here, else by the records."""
+        return stock_of(self.table, self.state if self.node.is_voter else None)
 
     def view(self, job: Job) -> JobView:
         return job_view(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from gpulayer.api.query import Query
-from gpulayer.api.requests import answer, moment_of
-from gpulayer.core.placement.fit import free_of
-from gpulayer.wire.http import resources_to_json
+from gpulayer.api.requests import LocalRoute, answer, moment_of
+from gpulayer.wire.nodes import resources_to_json
 
 
 async def resources(request: Request) -> Response:
     Query(request, ())
-    state = moment_of(request).state
-    return answer(resources_to_json(state, free_of(state)))
+    return answer(resources_to_json(moment_of(request).stock))
 
 
-ROUTES = [Route("/v1/resources", resources, methods=["GET"])]
+ROUTES = [LocalRoute("/v1/resources", resources, methods=["GET"])]

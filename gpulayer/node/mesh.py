@@ -85,6 +85,8 @@ TABLE_SECONDS = 0.02
 WARNINGS_MAX = 16
 # What the members hear at once, before a daemon that was told to stop is gone.
 FAREWELL_SECONDS = 0.3
+# So long a node that was let go may say goodbye.
+PARTING_SECONDS = 5.0
 
 
 class Mesh:
@@ -156,6 +158,8 @@ class Mesh:
         self._records: dict[NodeId, ReadRecord] = {}
         self._registry: Mapping[NodeId, str] | None = None
         self._removed: set[NodeId] = set()
+        self._parting: dict[NodeId, float] = {}
+        """Removed a moment ago, and until when they are heard still."""
         self._listening_since = 0.0
         self._version = 0
         self._table: tuple[int, float, Table] | None = None
@@ -173,6 +177,7 @@ class Mesh:
             self._say(SetSeeds(addresses=self._remembered()))
             nursery.start_soon(self._drive)
             nursery.start_soon(self._cache.run)
+            nursery.start_soon(self._part)
             if self._seeds:
                 nursery.start_soon(self._look_up_seeds)
             self.follow(self.voter)
@@ -224,14 +229,28 @@ class Mesh:
 
     def set_registry(self, names: Mapping[NodeId, str]) -> None:
         """Who may exist, as was agreed."""
-        if self._registry is not None:
-            self._removed |= self._registry.keys() - names.keys()
-        self._removed -= names.keys()
+        gone = self._registry.keys() - names.keys() if self._registry is not None else set[NodeId]()
         self._registry = dict(names)
-        self._say(SetRegistry(nodes=frozenset(names)))
-        for node in self._removed & self.links.links.keys():
-            self.links.close(node)
+        self._removed -= names.keys()
+        self._parting = {node: until for node, until in self._parting.items() if node not in names}
+        for node in gone:
+            # It was let go and says so itself in a moment: with LEFT, which is to be heard.
+            self._parting.setdefault(node, trio.current_time() + PARTING_SECONDS)
+        self._say(SetRegistry(nodes=frozenset(names) | self._parting.keys()))
         self._changed()
+
+    async def _part(self) -> None:
+        """Who is not in the registry any more is not heard any more either, after its last words."""
+        while True:
+            await trio.sleep(1.0)
+            now = trio.current_time()
+            over = {node for node, until in self._parting.items() if until <= now}
+            if over and self._registry is not None:
+                self._removed |= over
+                self._parting = {node: until for node, until in self._parting.items() if node not in over}
+                self._say(SetRegistry(nodes=frozenset(self._registry) | self._parting.keys()))
+                for node in over & self.links.links.keys():
+                    self.links.close(node)
 
     def follow(self, leader: NodeId | None) -> None:
         """Whose link is kept, and to whom our record goes at once."""
@@ -400,7 +419,8 @@ class Mesh:
             protocol=PROTOCOL,
             cluster_id=self.cluster_id,
             run=self._own_run,
-            addresses=self.gossip.own.addresses,
+            # Who has shown a token only is told no more than it knows.
+            addresses=self.gossip.own.addresses if use != "join" else (),
             datagrams_sent=self._gate.datagrams_sent,
             key_ring_version=self.ring.version,
             gpulayer_version=__version__,

@@ -6,7 +6,7 @@ A node that is not alive is never counted with those whose parts can be had: wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from gpulayer.core.cluster.stock import NodeStock
 from gpulayer.model.ids import AttemptId
@@ -18,7 +18,7 @@ from gpulayer.wire.http import Json, accelerator_to_json, devices_to_json, reaso
 
 
 def node_to_json(stock: NodeStock) -> Json:
-    seen, node, free = stock.seen, stock.node, stock.free
+    seen, node = stock.seen, stock.node
     has, facts = node.capabilities, seen.facts
     held = _held_by(stock)
     return {
@@ -41,9 +41,9 @@ def node_to_json(stock: NodeStock) -> Json:
         "load": _load_to_json(seen.load),
         "labels": dict(has.labels),
         "cpus": share(has.cpus_milli),
-        "cpus_free": share(max(0, free.cpus_milli)),
+        "cpus_free": share(stock.cpus_idle_milli),
         "memory_mib": has.memory_mib,
-        "memory_free_mib": max(0, free.memory_mib),
+        "memory_free_mib": stock.memory_idle_mib,
         "disk_mib": has.disk_mib,
         "numa": [{"id": near.id, "cpus": near.cpus, "memory_mib": near.memory_mib} for near in has.numa],
         "gpu_detect": has.gpu_detect,
@@ -229,17 +229,17 @@ def _use_of(device: Accelerator, idle_milli: int) -> str:
 
 
 def _stock_of_node(stock: NodeStock) -> Json:
-    node, free = stock.node, stock.free
-    has: Mapping[str, object] = {
+    node = stock.node
+    return {
         "name": node.name,
         "state": stock.seen.state,
         "reason": stock.seen.reason or None,
         "age_seconds": round(stock.seen.age_seconds, 3),
         "marks": list(node.marks),
         "cpus": share(node.capabilities.cpus_milli),
-        "cpus_idle": share(max(0, free.cpus_milli)),
+        "cpus_idle": share(stock.cpus_idle_milli),
         "memory_mib": node.capabilities.memory_mib,
-        "memory_idle_mib": max(0, free.memory_mib),
+        "memory_idle_mib": stock.memory_idle_mib,
         "disk_mib": node.capabilities.disk_mib,
         "gpus": len(stock.gpus),
         "gpus_idle": sum(stock.idle_milli[device.uuid] == MILLI for device in stock.gpus),
@@ -247,4 +247,3 @@ def _stock_of_node(stock: NodeStock) -> Json:
         "drivers": dict(node.capabilities.drivers),
         "undetected": list(node.capabilities.undetected),
     }
-    return dict(has)

@@ -1,6 +1,6 @@
 """What links cost: a handshake with both certificates, and frames over one that stands.
 
-    python tests/bench/bench_links.py [HANDSHAKES] [FRAMES]
+    python -m tests.bench.bench_links [HANDSHAKES] [FRAMES]
 
 Both ends run in this one process, so what is printed is the CPU of the two together; a daemon pays half of it.
 """

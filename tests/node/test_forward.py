@@ -222,7 +222,7 @@ async def test_a_client_that_goes_away_ends_the_work_at_the_voter(tmp_path: Path
             assert b.bulk._under_way[a.node_id] == 1
         await wait_for(lambda: b.bulk is not None and not b.bulk._under_way[a.node_id])
         assert a.end is not None
-        await wait_for(lambda: a.end is not None and a.end.links._bulk[b.node_id] == 0)
+        await wait_for(lambda: a.end is not None and a.end.links._guests.streams[b.node_id] == 0)
 
 
 async def test_a_reader_that_rests_holds_back_the_writer_and_loses_nothing(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ async def test_an_answer_that_breaks_off_is_no_whole_one(tmp_path: Path) -> None
 
     async with running(tmp_path, "ab") as (a, b), b.http() as client:
         assert a.end is not None
-        a.end.links._on_bulk = half
+        a.end.links._guests._on_bulk = half
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get("/v1/jobs")
 
@@ -279,7 +279,7 @@ async def test_a_voter_that_goes_away_before_it_answers_may_have_done_it(tmp_pat
 
     async with running(tmp_path, "ab") as (a, b), b.http() as client:
         assert a.end is not None
-        a.end.links._on_bulk = gone
+        a.end.links._guests._on_bulk = gone
         answered = await client.post("/v1/jobs", json=TRUE)
         assert (answered.status_code, answered.json()["code"]) == (503, "no_answer")
 

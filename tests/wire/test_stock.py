@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from gpulayer.core.cluster.stock import NodeStock, idle_milli_of, stock_of
 from gpulayer.core.placement.fit import free_of
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import NodeId
 from gpulayer.model.node import Accelerator, Capabilities, Node
-from gpulayer.wire.http import gpu_stock, node_to_json, resources_to_json
+from gpulayer.model.seen import NodeSeen, Table
+from gpulayer.wire.nodes import gpu_stock, node_to_json, resources_to_json
 
 
 def device(uuid: str, model: str = "A100", **more: Any) -> Accelerator:
@@ -25,8 +27,17 @@ def cluster(*nodes: Node) -> ClusterState:
     return replace(ClusterState(), nodes={each.id: each for each in nodes})
 
 
+def stock(state: ClusterState) -> list[NodeStock]:
+    """With every node alive."""
+    seen = {
+        id: NodeSeen(id=id, name=node.name, state="alive", age_seconds=0.0, facts=None)
+        for id, node in state.nodes.items()
+    }
+    return stock_of(Table(seen_by=next(iter(seen)), nodes=seen, leader=None), state)
+
+
 def models(state: ClusterState) -> list[Any]:
-    return list(resources_to_json(state, free_of(state))["models"])
+    return list(resources_to_json(stock(state))["models"])
 
 
 def test_the_largest_number_is_of_one_node_and_the_first_by_name() -> None:
@@ -62,9 +73,9 @@ def test_what_others_hold_and_what_is_unwell_is_not_idle() -> None:
         "unhealthy": 2,
         "share_open": 0.75,
     }
-    assert gpu_stock(state, free_of(state)) == [{"model": "A100", "free": 0.75, "all": 4}]
-    (only,) = state.nodes.values()
-    told = node_to_json(only, state, free_of(state)[only.id], "alive")["devices"]
+    assert gpu_stock(stock(state)) == [{"model": "A100", "free": 0.75, "all": 4, "away": 0}]
+    (only,) = stock(state)
+    told = node_to_json(only)["devices"]
     assert [(each["share_free"], each["foreign_share"]) for each in told] == [(0.75, 0.25), (0, 1), (0, 0), (0, 1)]
 
 
@@ -75,10 +86,9 @@ def test_an_instance_that_is_held_takes_its_gpu_along_and_not_its_sisters() -> N
     (only,) = state.nodes.values()
     free = free_of(state)[only.id]
     held = replace(free, gpu_milli={**free.gpu_milli, "MIG-1": 500})
-    told = node_to_json(only, state, held, "alive")["devices"]
-    assert [each["share_free"] for each in told] == [0, 0.5, 1]
+    assert list(idle_milli_of(only, held).values()) == [0, 500, 1000]
     whole = replace(free, gpu_milli={**free.gpu_milli, "GPU-1": 0})
-    assert [each["share_free"] for each in node_to_json(only, state, whole, "alive")["devices"]] == [0, 0, 0]
+    assert list(idle_milli_of(only, whole).values()) == [0, 0, 0]
 
 
 def test_what_stands_for_cpus_is_no_gpu() -> None:

@@ -1,12 +1,13 @@
-"""Which job or replica somebody means: JOB is a name, an id or an unambiguous prefix of one; JOB.2 a replica."""
+"""Which job, replica or node somebody means: by name, by id or by an unambiguous prefix of one; JOB.2 is a replica."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.errors import InvalidRequest, NotFound
-from gpulayer.model.ids import JobId
+from gpulayer.model.ids import JobId, NodeId
 
 CANDIDATES_SHOWN = 5
 # Names that are looked through for near ones, live jobs first: comparing costs some 20 µs each.
@@ -57,6 +58,28 @@ def resolve_job_or_replica(state: ClusterState, text: str) -> tuple[Job, int | N
     if "." in text:
         return resolve_replica(state, text)
     return resolve_job(state, text), None
+
+
+def resolve_node(names: Mapping[NodeId, str], text: str) -> NodeId:
+    """A name, then an id, then a prefix of either. InvalidRequest names the candidates of an ambiguous one, NotFound
+    names that are near."""
+    if not text:
+        raise InvalidRequest("no node was named", hint="give a name or an id; see `gpulayer node list`")
+    found = [id for id, name in names.items() if name == text]
+    if not found and text in names:
+        return NodeId(text)
+    found = found or [id for id, name in names.items() if name.startswith(text) or id.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ordered = sorted(f"{names[id]} ({id})" for id in found)
+        more = len(ordered) - CANDIDATES_SHOWN
+        shown = ", ".join(ordered[:CANDIDATES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        raise InvalidRequest(f"{text!r} may be {len(found)} nodes: {shown}", hint="give more of the name, or the id")
+    near = get_close_matches(text, sorted(set(names.values()))[:NEAR_NAMES_MAX], n=3, cutoff=0.6)
+    raise NotFound(
+        f"there is no node {text!r}", hint=f"did you mean {' or '.join(near)}?" if near else "see `gpulayer node list`"
+    )
 
 
 def _candidates(jobs: list[Job]) -> str:

@@ -38,12 +38,20 @@ class NodeStock:
     free: Free
     holders: tuple[Holder, ...]
     idle_milli: Mapping[str, int]
-    """Per device how much of it a replica could get, if its node is there."""
+    """Per device how much of it a replica could get now: nothing of a node that is not alive."""
 
     @property
     def is_here(self) -> bool:
         """Whether its parts can be had now. A suspected node gets nothing new either (core/placement)."""
         return self.seen.state == "alive"
+
+    @property
+    def cpus_idle_milli(self) -> int:
+        return max(0, self.free.cpus_milli) if self.is_here else 0
+
+    @property
+    def memory_idle_mib(self) -> int:
+        return max(0, self.free.memory_mib) if self.is_here else 0
 
     @property
     def gpus(self) -> tuple[Accelerator, ...]:
@@ -54,9 +62,7 @@ def stock_of(table: Table, state: ClusterState | None) -> list[NodeStock]:
     """Every node that is seen or known, by name. `state`: with the nodes as they are seen now; None where the log is
     not here, and the records say what is held."""
     if state is None:
-        found = [
-            make_stock(seen, _node_of_record(seen), _holders_of_record(seen)) for seen in table.nodes.values()
-        ]
+        found = [make_stock(seen, _node_of_record(seen), _holders_of_record(seen)) for seen in table.nodes.values()]
     else:
         holders = _holders_of_log(state)
         seen_of = {**{node.id: _not_seen(node) for node in state.nodes.values()}, **table.nodes}
@@ -70,7 +76,10 @@ def stock_of(table: Table, state: ClusterState | None) -> list[NodeStock]:
 def make_stock(seen: NodeSeen, node: Node, holders: Iterable[Holder]) -> NodeStock:
     holders = tuple(holders)
     free = left_of(node, (holder.assignment for holder in holders))
-    return NodeStock(seen=seen, node=node, free=free, holders=holders, idle_milli=idle_milli_of(node, free))
+    idle = idle_milli_of(node, free)
+    if seen.state != "alive":
+        idle = dict.fromkeys(idle, 0)
+    return NodeStock(seen=seen, node=node, free=free, holders=holders, idle_milli=idle)
 
 
 def idle_milli_of(node: Node, free: Free) -> dict[str, int]:

@@ -132,8 +132,10 @@ class World(RuleBasedStateMachine):
         for told in self.agent.step(event, Instant(self.now)):
             host = self.hosts.setdefault(told.attempt, Host())
             if isinstance(event, OrdersChanged) and not self.is_current:
-                assert not isinstance(told.effect, StopRun | Discard), "stopped by orders that are not current"
-                assert not isinstance(told.effect, Report | ReportRefused) or host.executions, "and given back by them"
+                assert not isinstance(told.effect, StopRun | ReportRefused), "stopped by orders that are not current"
+                # What its policy does not start again has ended, and is found so.
+                is_over = told.attempt in self.heard and host.executions > 0 and not host.process
+                assert not isinstance(told.effect, Report | Discard) or is_over, "ended by orders that are not current"
             self.obey(told.attempt, host, told.effect)
         self.agent.check()
 
