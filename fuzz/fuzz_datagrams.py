@@ -41,7 +41,7 @@ def _of_a_peer(body: bytes) -> None:
     for run in (PEER, STRANGER, Run(OWN.node, 1, 9)):
         cipher = RunKeys(KEY, "c-fuzz").cipher(run)
         for kind in KINDS:
-            packet = cipher.seal(kind, kind + 1, body)
+            packet = cipher.seal(kind, kind + 1, body, OWN.node)
             opened = here.open(packet, AT, 1.0)
             # Nothing that is sent under a false address is multiplied.
             assert len(opened.replies) <= 1

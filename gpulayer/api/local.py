@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gpulayer.api.access import TOKEN_PATH, caller_of
+from gpulayer.api.kept_readers import KeptReaders, Place
 from gpulayer.api.last_lines import last_output
 from gpulayer.api.log_merge import BATCH_CHARS, BATCH_LINES, REPLICAS_MAX
 from gpulayer.api.owners import ATTEMPTS_PATH, KEPT_PATH, LOGS_PATH
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 # Apart from those of this node's own readers: nodes that wait for one another must not do so in a ring.
 _threads = trio.CapacityLimiter(2)
+_readers = KeptReaders()
 
 
 async def token(request: Request) -> Response:
@@ -80,7 +82,9 @@ async def logs(request: Request) -> Response:
         asked = [_Question(node_of(request).log_dir(_attempt(each["attempt"])), each) for each in _listed(request)]
         share = max(1, len(asked))
         read = partial(_read_all, asked, BATCH_LINES // share + 1, BATCH_CHARS // share + 1)
-    return answer({"of": await _in_thread(read)})
+    found = await _in_thread(read)
+    _readers.drop_later()
+    return answer({"of": found})
 
 
 class _Question:
@@ -111,29 +115,45 @@ def _read(asked: _Question, lines_max: int, chars_max: int) -> Json:
     if asked.seen == size:
         return {"is_at_end": True, "seen": size, "until": asked.until, "lines": None, "begun": None}
     until = asked.until or (size if asked.is_until_now else None)
-    after = asked.after
-    if after is None and asked.tail is not None:
-        after = tail_cursor(asked.directory, asked.tail, asked.run)
-    lines: list[list[object]] = []
-    chars, is_at_end = 0, False
-    with LogReader(asked.directory, since_utc=asked.since_utc, run=asked.run, cursor=after) as reader:
+    reader = _reader_for(asked)
+    try:
         if until is not None:
             reader.stop_at(until)
-        while len(lines) < lines_max and chars < chars_max and not is_at_end:
-            found = reader.read_available(1)
-            is_at_end = not found
-            for line in found:
-                lines.append([line.at_utc, line.stream, line.run, line.text, line.kind, str(reader.cursor)])
-                chars += len(line.text) + 100
-        begun = [[line.at_utc, line.stream, line.run, line.text] for line in reader.unfinished()]
-    return {
-        "is_at_end": is_at_end,
-        "seen": size if is_at_end else None,
-        "until": until,
-        "lines": lines,
-        "begun": begun,
-        "after": str(reader.cursor),
-    }
+        else:
+            reader.go_on()
+        answer = _next_lines(reader, lines_max, chars_max)
+    except BaseException:
+        reader.close()
+        raise
+    if answer["is_at_end"] and until is not None:
+        reader.close()  # nobody goes on from here
+    else:
+        _readers.keep(Place(str(asked.directory), asked.run, asked.since_utc, reader.cursor), reader)
+    return answer | {"seen": size if answer["is_at_end"] else None, "until": until}
+
+
+def _reader_for(asked: _Question) -> LogReader:
+    after = asked.after
+    if after is not None:
+        kept = _readers.take(Place(str(asked.directory), asked.run, asked.since_utc, after))
+        if kept is not None:
+            return kept
+    elif asked.tail is not None:
+        after = tail_cursor(asked.directory, asked.tail, asked.run)
+    return LogReader(asked.directory, since_utc=asked.since_utc, run=asked.run, cursor=after)
+
+
+def _next_lines(reader: LogReader, lines_max: int, chars_max: int) -> Json:
+    lines: list[list[object]] = []
+    chars, is_at_end = 0, False
+    while len(lines) < lines_max and chars < chars_max and not is_at_end:
+        found = reader.read_available(1)
+        is_at_end = not found
+        for line in found:
+            lines.append([line.at_utc, line.stream, line.run, line.text, line.kind, str(reader.cursor)])
+            chars += len(line.text) + 100
+    begun = [[line.at_utc, line.stream, line.run, line.text] for line in reader.unfinished()]
+    return {"is_at_end": is_at_end, "lines": lines, "begun": begun, "after": str(reader.cursor)}
 
 
 def _listed(request: Request, most: int = REPLICAS_MAX) -> list[Any]:

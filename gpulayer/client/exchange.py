@@ -80,8 +80,8 @@ def error_in(content: bytes, status: int) -> GpulayerError:
     if status == 401:
         # The node speaks of headers; people do not write those.
         error.hint = (
-            "give --token, set GPULAYER_TOKEN or log in again (gpulayer login URL); gpulayer token create, on the node "
-            "itself, makes one"
+            "give --token or set GPULAYER_TOKEN, or log in anew (gpulayer login URL); "
+            "gpulayer token create, on the node itself, makes one"
         )
     return error
 

@@ -35,11 +35,14 @@ T = TypeVar("T")
 
 
 def connect(url: str | None = None, token: str | None = None, data_dir: str | os.PathLike[str] | None = None) -> Client:
-    """A client of the daemon at `url`, else at $GPULAYER_URL, else of this user's own on this host (its unix socket).
+    """A client of the daemon at `url`, else at $GPULAYER_URL, else of this user's own on this host (its unix socket),
+    else, where there is none, of the one cluster that this user is logged in to.
 
-    `url` is `http://127.0.0.1:7450` or `unix:///path`; `token` ($GPULAYER_TOKEN if left out) is needed for http only;
-    `data_dir` ($GPULAYER_DATA_DIR) says which daemon of this host. Nothing is sent yet. Raises InvalidRequest for a
-    URL that is none, or not loopback: this version has no TLS.
+    `url` is `unix:///path`, `http://127.0.0.1:7450`, or `https://HOST:7450` of a cluster that `gpulayer login` knows,
+    or whose CA $GPULAYER_CA_FILE has; `token` ($GPULAYER_TOKEN, or what the login kept, if left out) is needed for http
+    and https; `data_dir` ($GPULAYER_DATA_DIR) says which daemon of this host. Nothing is sent yet. Raises
+    InvalidRequest for a URL that is none, or of another host without TLS; PermissionDenied for a cluster that nobody
+    has logged in to.
     """
     address = find_address(url, data_dir, os.environ)
     return Client(Transport(address, token or os.environ.get("GPULAYER_TOKEN")))

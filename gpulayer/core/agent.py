@@ -243,8 +243,9 @@ class Agent:
         for attempt_id in sorted(found.keys() & orders.keys()):
             here, order = found[attempt_id].at_now(now), orders[attempt_id]
             is_wanted = order.assignment.withdrawn is None and not order.outcome_known
-            # Without a shim there is nothing to look after: to sweep its tree would be a stop, to go on a new start.
-            if here.last is None or not here.shim_alive or not is_wanted:
+            # What runs, and nothing else. What has ended may have been given back before this daemon started, and be
+            # placed anew; and to sweep what a dead shim left would be a stop.
+            if here.last is None or not here.last.alive or not here.shim_alive or not is_wanted:
                 continue
             del found[attempt_id]
             # A restart that is wanted waits: it stops what runs.

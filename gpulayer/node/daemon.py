@@ -178,6 +178,7 @@ class Daemon:
         self._relay: EventRelay | None = None
         self._lag = LagMonitor()
         self._peer_api: PeerApi | None = None
+        self._peers_served = trio.Event()
         self._trust = TrustFiles(data.path)
         self._tls: SSLContext | None = None
         self._leaving = False
@@ -438,6 +439,8 @@ class Daemon:
         """Until `stop_requested`. Replicas are adopted before anyone is served, so that the first answer is true."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            if sockets.port is not None:
+                self._api_address = Address(self.config.advertise, sockets.port)
             await nursery.start(self._devices.run)
             await self._take_its_place(nursery, peers, sockets.port)
             await nursery.start(self._supervisor.run)
@@ -452,6 +455,7 @@ class Daemon:
             shutdown = trio.Event()
             if self._mesh is not None:
                 self._peer_api = PeerApi(make_peer_app(self), shutdown)
+                self._peers_served.set()
                 await nursery.start(self._mesh.run)
                 nursery.start_soon(self._look_after_certificate, sockets.port)
             nursery.start_soon(self._publish)
@@ -551,6 +555,9 @@ class Daemon:
             on_join=self._half.admit,
             on_bulk=self._serve_peer,
         )
+        await nursery.start(self._mesh.listen)
+        # Before anything that runs here is looked after: what it has to do is done there.
+        await self._mesh.make_sure_of_itself()
         if isinstance(self._half, Following):
             await nursery.start(self._half.run)
 
@@ -907,10 +914,9 @@ class Daemon:
         return await self._mesh.open_stream(node)
 
     async def _serve_peer(self, run: Run, stream: FrameStream) -> None:
-        if self._peer_api is None:
-            stream.close()
-        else:
-            await self._peer_api.serve(run, stream)
+        await self._peers_served.wait()
+        assert self._peer_api is not None
+        await self._peer_api.serve(run, stream)
 
     # --- who is let in, keys and certificates -------------------------------------------------------------------------
 

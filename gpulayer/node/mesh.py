@@ -47,6 +47,7 @@ from gpulayer.model.member import DUPLICATE, RESTARTING, Member, Run
 from gpulayer.model.record import NodeRecord
 from gpulayer.model.seen import NodeSeen, Table
 from gpulayer.model.trust import KeyRing
+from gpulayer.node import doubles
 from gpulayer.node.config import Seed
 from gpulayer.node.joining import resolved
 from gpulayer.runtime.drive import Inbox, drive
@@ -90,7 +91,7 @@ PARTING_SECONDS = 5.0
 
 
 class Mesh:
-    """`run` it; before that it answers as a node that has met nobody."""
+    """`listen`, then `run`; before that it answers as a node that has met nobody."""
 
     def __init__(
         self,
@@ -153,6 +154,7 @@ class Mesh:
             on_join=on_join,
             on_bulk=on_bulk,
             on_refused=self._refused,
+            doubts=self._doubts,
             members_max=profile.members_max,
         )
         self._records: dict[NodeId, ReadRecord] = {}
@@ -168,11 +170,23 @@ class Mesh:
 
     # --- life -----------------------------------------------------------------------------------------------------
 
+    async def listen(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Greets whoever comes, for good; nobody is told anything yet. A cancellation breaks every link off, as a kill
+        does."""
+        await self.links.run(self._listening, task_status=task_status)
+
+    async def make_sure_of_itself(self) -> None:
+        """While it listens, and before it runs. Refused (code `duplicate_id`): another daemon is this node."""
+        # The voter first: it is told of whoever is there.
+        known = sorted(self._cache.peers, key=lambda peer: peer.id != self.voter)
+        await doubles.make_sure(
+            self.links, [(each.id, each.addresses) for each in known if each.id != self._own_run.node]
+        )
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """For good. A cancellation breaks every link off, as a kill does."""
+        """For good, once it listens."""
         self._listening_since = trio.current_time()
         async with trio.open_nursery() as nursery:
-            await nursery.start(self.links.run, self._listening)
             await nursery.start(self._socket.run, self._inbox.put_nowait)
             self._say(SetSeeds(addresses=self._remembered()))
             nursery.start_soon(self._drive)
@@ -353,8 +367,8 @@ class Mesh:
 
     def _perform(self, effect: GossipEffect) -> None:
         match effect:
-            case SendDatagram(address=address, messages=messages):
-                self._socket.send(address, messages)
+            case SendDatagram(to=to, address=address, messages=messages):
+                self._socket.send(to, address, messages)
             case SendFrame(to=to, addresses=addresses, messages=messages):
                 is_probe = any(isinstance(message, Ping) for message in messages)
                 self.links.send(to, addresses, GossipFrame(payload=encode(messages)), urgent=is_probe)
@@ -469,6 +483,9 @@ class Mesh:
         for node in [self.voter, *self.links.links][:4]:
             if node is not None and node != self._own_run.node:
                 self.send(node, KeyRingWanted(have=self.ring.version))
+
+    async def _doubts(self, hello: Hello) -> Goodbye | None:
+        return await doubles.objection(hello, self.gossip, self._socket)
 
     def _duplicate(self, run: Run, at: Address) -> None:
         self._warn_duplicate(run.node, str(at))

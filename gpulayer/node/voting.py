@@ -48,6 +48,7 @@ log = structlog.get_logger()
 # A key that was replaced opens what was sealed with it for another day: for nodes that are away, and slow to hear.
 OLD_KEY_SECONDS = 24 * 3600.0
 ROTATION_LOOKS_SECONDS = 1.0
+_STARTING = JoinRejected(code="no_leader", message="this node is starting", hint="try again in a second")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +139,10 @@ class Voting:
             case OrdersAsked() | OrdersHeard() | Reported():
                 self._given.from_node(node, frame)
             case JoinForwarded():
-                assert self._nursery is not None
-                self._nursery.start_soon(self._forwarded_join, node, frame)
+                if self._nursery is None:
+                    self._outside.send(node, JoinForwardAnswered(serial=frame.serial, answer=_STARTING))
+                else:
+                    self._nursery.start_soon(self._forwarded_join, node, frame)
             case CertificateWanted():
                 self._certify(node, frame)
             case _:
@@ -243,7 +246,7 @@ class Voting:
 
     async def admit(self, request: JoinRequest, observed: Address) -> JoinAccepted | JoinRejected:
         if self._admission is None:
-            return JoinRejected(code="no_leader", message="this node is starting", hint="try again in a second")
+            return _STARTING
         return await self._admission.admit(request, observed)
 
     async def _forwarded_join(self, node: NodeId, frame: JoinForwarded) -> None:

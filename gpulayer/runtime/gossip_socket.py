@@ -22,6 +22,7 @@ import trio
 from gpulayer.core.gossip.messages import DatagramRefused, GossipEvent, Message, SendFailed
 from gpulayer.model.address import Address
 from gpulayer.model.errors import GpulayerError, InvalidRequest, Refused
+from gpulayer.model.ids import NodeId
 from gpulayer.model.member import Run
 from gpulayer.runtime.listeners import owner_of
 from gpulayer.wire.codec import EncodeError
@@ -241,10 +242,10 @@ class GossipSocket:
                 self._take(data, source, now)
         return DATAGRAMS_PER_TURN
 
-    def send(self, address: Address, messages: Sequence[Message]) -> None:
-        """One datagram. Where this host cannot send it, SendFailed is delivered."""
+    def send(self, to: NodeId, address: Address, messages: Sequence[Message]) -> None:
+        """One datagram, which only `to` can read. Where this host cannot send it, SendFailed is delivered."""
         try:
-            packet = self._gate.seal(messages)
+            packet = self._gate.seal(messages, to)
         except EncodeError as error:
             # Of our own making; but what one record provokes must not end every daemon that passes it on.
             self._count("unsendable")

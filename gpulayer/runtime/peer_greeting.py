@@ -6,7 +6,7 @@ wrong says so in a goodbye, and both know why. Dialler is the opener's part, Rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
@@ -57,6 +57,8 @@ class Terms:
     is_allowed: Callable[[NodeId], bool]
     unwelcome: Callable[[Hello], Goodbye | None]
     """Why not now, of one who is right in everything else."""
+    doubts: Callable[[Hello], Awaitable[Goodbye | None]]
+    """Why not, after a look around."""
     refused: Callable[[Refusal], None]
     limits: Limits
 
@@ -269,6 +271,8 @@ class Reception:
             assert isinstance(hello, Hello), "the reader takes nothing else"
             own = self._terms.hello(hello.use)
             wrong = objection(hello, stream.identity, own, self._terms.is_allowed) or self._terms.unwelcome(hello)
+            if wrong is None and hello.use != "join":
+                wrong = await self._terms.doubts(hello)
             if wrong is not None:
                 await self._turn_away(stream, hello, wrong)
                 return None

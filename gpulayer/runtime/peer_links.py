@@ -98,6 +98,7 @@ class PeerLinks:
     on_join(request, observed)         -> the answer; where the request came from
     on_bulk(run, stream)               serves a stream that a peer opened, until it returns
     on_refused(refusal)                what was not taken as a link; said once per address and code
+    doubts(hello)                      -> words for a member that greets us and is not to be believed, or None
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class PeerLinks:
         on_join: OnJoin,
         on_bulk: OnBulk,
         on_refused: Callable[[Refusal], None] = lambda _: None,
+        doubts: Callable[[Hello], Awaitable[Goodbye | None]] | None = None,
         members_max: int = 4096,
         limits: Limits | None = None,
     ) -> None:
@@ -129,6 +131,7 @@ class PeerLinks:
             contexts=contexts,
             is_allowed=is_allowed,
             unwelcome=self._unwelcome,
+            doubts=doubts or _no_doubts,
             refused=self._refused,
             limits=self._limits,
         )
@@ -589,3 +592,7 @@ class PeerLinks:
             by_us=refusal.by_us,
         )
         self._on_refused(refusal)
+
+
+async def _no_doubts(_: Hello) -> None:
+    return None

@@ -2,9 +2,10 @@
 
     magic 2 | version 1 | flags 1 | key id 4 | node 8 | epoch 8 | run id 8 | counter 8 | body … | tag 16
 
-Numbers are big endian. The header goes in clear, and is authenticated together with the cluster's id; the body is
-sealed with ChaCha20-Poly1305 (RFC 8439) under a key that only this run of this node seals with, so that a counter is a
-nonce that never comes twice. That key is HKDF-SHA256 (RFC 5869) of the cluster's gossip key over the run and a purpose.
+Numbers are big endian. The header goes in clear, and is authenticated together with the cluster's id and the
+node that it is for: what was caught on its way to one node is nothing to another. The body is sealed with
+ChaCha20-Poly1305 (RFC 8439) under a key that only this run of this node seals with, so that a counter is a nonce that
+never comes twice. That key is HKDF-SHA256 (RFC 5869) of the cluster's gossip key over the run and a purpose.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Literal, TypeAlias
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from gpulayer.model.ids import NodeId
 from gpulayer.model.member import Run
 from gpulayer.model.trust import GossipKey
 from gpulayer.wire.gossip import pack_node_id, unpack_node_id
@@ -88,16 +90,18 @@ class RunCipher:
         self._run = packed_run(run)
         self._cluster_id = cluster_id
 
-    def seal(self, kind: int, counter: int, body: bytes) -> bytes:
-        """A whole datagram. `counter`: never twice in the life of the run, whatever the kind and the key."""
+    def seal(self, kind: int, counter: int, body: bytes, to: NodeId) -> bytes:
+        """A whole datagram. `counter`: never twice in the life of the run, whatever the kind, the key and `to`."""
         head = b"".join((MAGIC, bytes((VERSION, CHANNEL | kind << 4)), self._key_id, self._run, _COUNTER.pack(counter)))
-        return head + self._aead.encrypt(_nonce(counter), body, head + self._cluster_id)
+        return head + self._aead.encrypt(_nonce(counter), body, head + pack_node_id(to) + self._cluster_id)
 
-    def open(self, packet: bytes, counter: int) -> bytes | None:
-        """The body; None if it was not sealed by this run, or changed since. `counter`: as its header says."""
+    def open(self, packet: bytes, counter: int, to: NodeId) -> bytes | None:
+        """The body; None if it was not sealed by this run for `to`, or changed since. `counter`: as its header says."""
         head = packet[:HEADER_BYTES]
         try:
-            return self._aead.decrypt(_nonce(counter), packet[HEADER_BYTES:], head + self._cluster_id)
+            return self._aead.decrypt(
+                _nonce(counter), packet[HEADER_BYTES:], head + pack_node_id(to) + self._cluster_id
+            )
         except InvalidTag:
             return None
 

@@ -188,19 +188,20 @@ class PacketGate:
 
     # --- out ------------------------------------------------------------------------------------------------------
 
-    def seal(self, messages: Sequence[Message]) -> bytes:
-        """A datagram with these. EncodeError: they do not fit into one, or break their types; our mistake."""
+    def seal(self, messages: Sequence[Message], to: NodeId) -> bytes:
+        """A datagram with these, which nobody but `to` can open. EncodeError: they do not fit into one, or break their
+        types; our mistake."""
         body = encode(messages)
         if OVERHEAD + len(body) > self.packet_bytes_max:
             raise EncodeError(
                 f"{len(messages)} messages make a datagram of {OVERHEAD + len(body)} bytes, {self.packet_bytes_max} "
                 "at most"
             )
-        return self._sealed(MESSAGES, body)
+        return self._sealed(MESSAGES, body, to)
 
-    def _sealed(self, kind: int, body: bytes) -> bytes:
+    def _sealed(self, kind: int, body: bytes, to: NodeId) -> bytes:
         self._sent += 1
-        return self._sealing.seal(kind, self._sent, body)
+        return self._sealing.seal(kind, self._sent, body, to)
 
     # --- in -------------------------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class PacketGate:
         if keys is None:
             return self._with_unknown_key(data, header, now)
         cipher = (known.ciphers.get(header.key_id) if known is not None else None) or keys.cipher(run)
-        body = cipher.open(data, header.counter)
+        body = cipher.open(data, header.counter, self._own.node)
         if body is None:
             return self._passed_over("forged")
         self._count("opened")
@@ -241,7 +242,7 @@ class PacketGate:
 
     def _with_unknown_key(self, data: bytes, header: Header, now: float) -> Opened:
         # In vain, so that the time it takes does not tell which keys are on the ring.
-        self._sealing.open(data, header.counter)
+        self._sealing.open(data, header.counter, self._own.node)
         self._count("unknown_key")
         if now < self._key_told_at + UNKNOWN_KEY_SECONDS:
             return _NOTHING
@@ -253,7 +254,7 @@ class PacketGate:
             received = self._read(header.run, body, at)
             return _NOTHING if received is None else Opened(received=(received,))
         if header.kind == CHALLENGE:
-            return Opened(received=(_sign_of_life(header.run, at),), replies=self._answer(body, now))
+            return Opened(received=(_sign_of_life(header.run, at),), replies=self._answer(header.run, body, now))
         if header.kind == ANSWER:
             return Opened(received=(_sign_of_life(header.run, at),))
         return self._passed_over("unknown_kind")
@@ -267,7 +268,7 @@ class PacketGate:
                 return self._passed_over("challenged_again")
             unknown.answered_at = now
             unknown.answered.append(header.counter)
-            return Opened(replies=self._answer(body, now))
+            return Opened(replies=self._answer(header.run, body, now))
         if header.kind != MESSAGES:
             return self._passed_over("unknown_kind")
         if len(unknown.kept) < KEPT_PACKETS_MAX:
@@ -279,14 +280,14 @@ class PacketGate:
             return _NOTHING
         unknown.challenged_at = now
         self._count("challenged")
-        return Opened(replies=(self._sealed(CHALLENGE, self._token(header.run, at, now)),))
+        return Opened(replies=(self._sealed(CHALLENGE, self._token(header.run, at, now), header.run.node),))
 
-    def _answer(self, body: bytes, now: float) -> tuple[bytes, ...]:
+    def _answer(self, to: Run, body: bytes, now: float) -> tuple[bytes, ...]:
         """Not longer than the challenge was, so that it multiplies nothing that is sent under a false address."""
         if len(body) < _ANSWER.size:
             self._count("undecodable")
             return ()
-        return (self._sealed(ANSWER, _ANSWER.pack(body[:_TOKEN_BYTES], self._recent_from(now))),)
+        return (self._sealed(ANSWER, _ANSWER.pack(body[:_TOKEN_BYTES], self._recent_from(now)), to.node),)
 
     def _answered(self, header: Header, body: bytes, at: Address, now: float) -> Opened:
         run = header.run

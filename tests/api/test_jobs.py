@@ -227,7 +227,9 @@ def test_devices_say_who_holds_them(daemon: Daemon) -> None:
 
 def test_an_audit_of_a_quiet_node_finds_nothing(daemon: Daemon) -> None:
     report = daemon.ask("GET", "/v1/audit").json
-    assert set(report) == {"checked_at_utc", "differences", "replicas_checked", "processes_seen"}
+    assert set(report) == {"checked_at_utc", "differences", "replicas_checked", "processes_seen", "nodes"}
+    everywhere = daemon.ask("GET", "/v1/audit?all=1").json
+    assert everywhere["nodes"] == report["nodes"], "it is the only node"
 
 
 def test_leaving_is_refused_while_something_lives(daemon: Daemon) -> None:

@@ -105,7 +105,8 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
         (
             ["frobnicate"],
             2,
-            "commands: up, systemd, demo, status, submit, events, audit, leave, completion, job, resources, token",
+            "commands: up, systemd, demo, status, submit, events, audit, login, logout, leave, completion, "
+            "job, resources, cluster, token",
         ),
         (["job", "frob"], 2, "commands: list, status, logs, endpoints, events, explain, wait, restart, cancel"),
         (["logs", "web", "-f"], 2, "did you mean gpulayer job logs?"),
@@ -133,8 +134,12 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
         (["status", "--url", "http://127.0.0.1:1"], 3, "check the port in the URL"),
         (["job", "status", "web", "db"], 2, ""),
         (["job", "logs", "web.x"], 2, "write JOB.N with N from 0 on, or JOB"),
-        (["status", "--url", "http://10.1.2.3:7450"], 2, "ssh -L"),
-        (["status", "--url", "ftp://x"], 2, "write unix:///path/gpulayer.sock or http://127.0.0.1:7450"),
+        (["status", "--url", "http://10.1.2.3:7450"], 2, "use https://10.1.2.3:7450"),
+        (
+            ["status", "--url", "ftp://x"],
+            2,
+            "write https://HOST:7450, http://127.0.0.1:7450 or unix:///path/gpulayer.sock",
+        ),
     ],
 )
 def test_wrong_words_are_refused_with_what_to_write(words: list[str], code: int, hint: str) -> None:

@@ -483,6 +483,16 @@ def test_a_service_that_runs_is_adopted_and_restarted_by_its_policy_without_curr
     assert [start.run for _, start in table.asked(StartRun)] == [2]
 
 
+def test_a_service_that_ended_while_the_daemon_was_away_is_restarted_only_by_current_orders() -> None:
+    """It may have been given back for want of its device, and be placed elsewhere, before that daemon ended."""
+    a = order()
+    table = Table(a, found=(found(a, alive=False, gone=True, exit=Exit(run=1, code=1)),), is_current=False)
+    assert table.effects == []
+    assert table.wait(60.0) == []
+    table.orders(a)
+    assert [start.run for _, start in table.asked(StartRun)] == [2]
+
+
 def test_a_batch_is_not_executed_without_current_orders_whatever_is_left_of_it() -> None:
     for here in ((), (found(order(spec=BATCH), run=0),)):
         table = Table(order(spec=BATCH), found=here, is_current=False)

@@ -21,6 +21,7 @@ from gpulayer.core.cluster.commands import (
     StopJob,
     WithdrawUnaccepted,
 )
+from gpulayer.core.cluster.node_changes import OBSERVED_SECONDS
 from gpulayer.core.leader import (
     ANSWERS_KEPT_SECONDS,
     ENDED_JOBS_KEPT_SECONDS,
@@ -36,7 +37,6 @@ from gpulayer.core.leader import (
     StateAdvanced,
     overdue,
 )
-from gpulayer.core.cluster.node_changes import OBSERVED_SECONDS
 from gpulayer.core.orders.acceptance import ACCEPT_SECONDS
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId

@@ -7,11 +7,12 @@ For everything but the kernel a daemon in such a namespace is on a host of its o
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,14 +24,15 @@ def missing() -> str:
     """Why namespaces cannot be used here; empty where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for program in ("ip", "nft", "nsenter"):
+    for program in ("ip", "nft", "nsenter", "unshare"):
         if shutil.which(program) is None:
             return f"there is no {program} here (packages iproute2, nftables, util-linux)"
+    name = f"gpl{os.getpid()}-try"
     try:
-        _run("ip", "netns", "add", "gpl-try")
+        _run("ip", "netns", "add", name)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
         return f"no network namespace can be made here: {error}"
-    _run("ip", "netns", "delete", "gpl-try")
+    _run("ip", "netns", "delete", name)
     return ""
 
 
@@ -40,7 +42,7 @@ def _run(*words: str) -> str:
 
 
 class Host:
-    """One namespace with one address, `10.77.0.N`."""
+    """One namespace with the address `10.77.0.N`, and the default route on that network."""
 
     def __init__(self, lan: Lan, number: int) -> None:
         self.lan = lan
@@ -53,8 +55,21 @@ class Host:
         """The command line that runs `words` on this host. Only the network is another one: paths are the same."""
         return ["nsenter", f"--net=/run/netns/{self.namespace}", "--", *words]
 
+    def inside_with(self, files: Mapping[str, Path], *words: str) -> list[str]:
+        """As inside(), with other files in the place of some, as `/etc/hosts`: what is in them now and later."""
+        mounts = [f"mount --bind {shlex.quote(str(file))} {shlex.quote(place)}" for place, file in files.items()]
+        script = " && ".join([*mounts, 'exec "$@"'])
+        return self.inside("unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", script, "sh", *words)
+
     def run(self, *words: str) -> str:
         return _run(*self.inside(*words))
+
+    def add_address(self, address: str, *, device: str = "eth0") -> None:
+        """A further one; on a device that is not there yet: of a bridge that leads nowhere, as containers have one."""
+        if device != "eth0":
+            self.run("ip", "link", "add", device, "type", "bridge")
+            self.run("ip", "link", "set", device, "up")
+        self.run("ip", "address", "add", f"{address}/16", "dev", device)
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]

@@ -72,6 +72,7 @@ class Daemon:
         *,
         config: str = "",
         api_port: int = 0,
+        peer_port: int = 0,
         env: Mapping[str, str] | None = None,
         command: Iterable[str] = GPULAYER,
         name: str = "n1",
@@ -82,6 +83,7 @@ class Daemon:
         self.name = name
         self.command = [*command]
         self.api_port = api_port
+        self.peer_port = peer_port
         self.process: subprocess.Popen[bytes] | None = None
         self.env = {key: value for key, value in os.environ.items() if not key.startswith("GPULAYER_")} | dict(
             env or {}
@@ -106,7 +108,7 @@ class Daemon:
                     *("--data-dir", str(self.data_dir)),
                     *("--config", str(self.config_path)),
                     *("--name", self.name),
-                    *("--api-port", str(self.api_port), "--peer-port", "0"),
+                    *("--api-port", str(self.api_port), "--peer-port", str(self.peer_port)),
                     *more,
                 ],
                 stdin=subprocess.DEVNULL,

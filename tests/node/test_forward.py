@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import trio
 
-from gpulayer.api import access
+from gpulayer.api import access, kept_readers, local
 from gpulayer.api.facade import AuditReport, Difference
 from gpulayer.core.cluster.commands import RevokeToken, StopJob
 from gpulayer.model.errors import Unreachable
@@ -20,6 +21,7 @@ from gpulayer.model.replica import Reason
 from gpulayer.node import forward
 from gpulayer.node.forward import BulkRequests
 from gpulayer.runtime.frame_stream import FrameStream
+from gpulayer.runtime.replica_logs import LogReader
 from gpulayer.wire.http import BODY_BYTES_MAX
 from gpulayer.wire.peer import RequestHead, ResponseHead, ResponsePart
 from tests.node.nodes import ANSWER_SECONDS_MAX, Node, lines_of, running
@@ -402,6 +404,38 @@ async def test_more_lines_than_one_answer_holds_come_in_order(tmp_path: Path) ->
             b.write(job, 0, "".join(f"{number}\n" for number in range(start, start + 500)))
         lines = (await a.get(f"/v1/jobs/{job}/logs")).text.splitlines()
         assert [int(json.loads(line)["text"]) for line in lines] == list(range(5000))
+
+
+async def test_a_log_whose_writes_end_within_lines_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece of such a log was begun at the beginning of it: 100,000 lines took a quarter of a minute."""
+    made: list[object] = []
+
+    class Counted(LogReader):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            made.append(keywords)
+            super().__init__(*arguments, **keywords)
+
+    monkeypatch.setattr(local, "LogReader", Counted)
+    async with running(tmp_path, "ab") as (a, b):
+        job = await a.place("web", b)
+        text = "".join(f"{number}\n" for number in range(20_000))
+        for start in range(0, len(text), 4097):
+            b.write(job, 0, text[start : start + 4097])
+        lines = (await a.get(f"/v1/jobs/{job}/logs")).text.splitlines()
+        assert [int(json.loads(line)["text"]) for line in lines] == list(range(20_000))
+        assert len(made) == 1
+
+
+async def test_readers_that_nobody_comes_back_for_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_readers, "KEPT_SECONDS", 0.1)
+    async with running(tmp_path, "ab") as (a, b), a.http() as client:
+        job = await a.place("web", b)
+        b.write(job, 0, "hello\n")
+        async with client.stream("GET", f"/v1/jobs/{job}/logs?follow=1") as response:
+            assert (await lines_of(response, 1))[0]["text"] == "hello"
+        await wait_for(lambda: not local._readers._kept)
 
 
 async def test_a_status_shows_the_last_lines_and_the_sandbox_of_a_replica_elsewhere(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ families = pytest.mark.parametrize(
 @families
 async def test_two_that_never_met_hear_each_other(host: str) -> None:
     async with peer(gate_of(N1), host) as a, peer(gate_of(N2), host) as b:
-        a.sockets.send(b.address, (Nack(seq=1),))
+        a.sockets.send(N2, b.address, (Nack(seq=1),))
         await wait_for(lambda: b.heard() == [Nack(seq=1)])
-        b.sockets.send(a.address, (Nack(seq=2),))
+        b.sockets.send(N1, a.address, (Nack(seq=2),))
         await wait_for(lambda: a.heard() == [Nack(seq=2)])
         assert Received(source=Run(N1, 1, 1), messages=(Nack(seq=1),), at=a.address) in b.events
 
@@ -111,7 +111,7 @@ async def test_two_that_never_met_hear_each_other(host: str) -> None:
 async def test_both_families_have_the_same_port_and_do_not_mix() -> None:
     async with peer(gate_of(N1), V4, V6) as a, peer(gate_of(N2), "0.0.0.0", "::") as b:
         for number, host in enumerate((V4, V6)):
-            a.sockets.send(Address(host, b.address.port), (Nack(seq=number),))
+            a.sockets.send(N2, Address(host, b.address.port), (Nack(seq=number),))
             await wait_for(lambda number=number: Nack(seq=number) in b.heard())
         sources = {event.at for event in b.events if isinstance(event, Received)}
         assert sources == {Address(V4, a.address.port), Address(V6, a.address.port)}
@@ -123,7 +123,7 @@ async def test_what_came_while_nobody_looked_is_all_there_before_a_timer_is() ->
         a.gate.link_verified(Run(N2, 1, 1), 0)
         b.gate.link_verified(Run(N1, 1, 1), 0)
         for number in range(520):
-            a.sockets.send(b.address, (Nack(seq=number),))
+            a.sockets.send(N2, b.address, (Nack(seq=number),))
         assert [b.sockets.drain() for _ in range(3)] == [512, 8, 0]
         assert b.heard() == [Nack(seq=number) for number in range(520)]
 
@@ -137,7 +137,7 @@ async def test_a_flood_in_one_family_does_not_silence_the_other() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flood:
             for _ in range(1000):
                 flood.sendto(b"garbage" * 20, (V4, b.address.port))
-        a.sockets.send(Address(V6, b.address.port), (Nack(seq=1),))
+        a.sockets.send(N2, Address(V6, b.address.port), (Nack(seq=1),))
         assert b.sockets.drain() == 513
         assert b.heard() == [Nack(seq=1)]
 
@@ -145,9 +145,9 @@ async def test_a_flood_in_one_family_does_not_silence_the_other() -> None:
 async def test_no_bytes_end_the_loop() -> None:
     chance = random.Random(1)
     async with peer(gate_of(N1), V4) as a, peer(gate_of(N2), V4) as b:
-        a.sockets.send(b.address, (Nack(seq=1),))
+        a.sockets.send(N2, b.address, (Nack(seq=1),))
         await wait_for(b.heard)
-        good = a.gate.seal((Nack(seq=2),))
+        good = a.gate.seal((Nack(seq=2),), N2)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             stranger.connect((V4, b.address.port))
             stranger.setblocking(False)
@@ -157,7 +157,7 @@ async def test_no_bytes_end_the_loop() -> None:
                 stranger.send(chance.randbytes(size * 4))
                 stranger.send(good[:size])
                 await trio.lowlevel.checkpoint()
-            a.sockets.send(b.address, (Nack(seq=3),))
+            a.sockets.send(N2, b.address, (Nack(seq=3),))
             await wait_for(lambda: Nack(seq=3) in b.heard())
             with pytest.raises(BlockingIOError):
                 stranger.recv(2048)  # nobody answered any of that
@@ -175,17 +175,17 @@ async def test_whatever_one_packet_brings_about_the_next_one_is_heard() -> None:
         peer(gate_of(N2), V4, on_duplicate=broken) as b,
         peer(gate_of(N2, 9), V4) as c,
     ):
-        c.sockets.send(b.address, (Nack(seq=1),))
+        c.sockets.send(N2, b.address, (Nack(seq=1),))
         await wait_for(lambda: b.sockets.counters().get("failed"))
-        a.sockets.send(b.address, (Nack(seq=2),))
+        a.sockets.send(N2, b.address, (Nack(seq=2),))
         await wait_for(lambda: b.heard() == [Nack(seq=2)])
 
 
 async def test_a_message_that_fits_into_no_packet_is_not_sent_and_ends_nothing() -> None:
     huge = Delta(node=N1, epoch=1, gc_version=0, from_version=0, to_version=1, entries=(Entry("node", 1, bytes(2000)),))
     async with peer(gate_of(N1), V4) as a, peer(gate_of(N2), V4) as b:
-        a.sockets.send(b.address, (huge,))
-        a.sockets.send(b.address, (Nack(seq=1),))
+        a.sockets.send(N2, b.address, (huge,))
+        a.sockets.send(N2, b.address, (Nack(seq=1),))
         await wait_for(lambda: b.heard() == [Nack(seq=1)])
         assert a.sockets.counters()["unsendable"] == 1
 
@@ -202,7 +202,7 @@ async def test_an_inbox_that_takes_nothing_any_more_ends_it_loudly() -> None:
             with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012
                 async with trio.open_nursery() as nursery:
                     await nursery.start(GossipSocket(bound, gate_of(N2)).run, full)
-                    a.sockets.send(Address(V4, bound.port), (Nack(seq=1),))
+                    a.sockets.send(N2, Address(V4, bound.port), (Nack(seq=1),))
                     await trio.sleep(10)
             assert caught.group_contains(Full)
 
@@ -214,7 +214,7 @@ async def test_an_inbox_that_takes_nothing_any_more_ends_it_loudly() -> None:
 async def test_a_port_where_nobody_listens_is_told(host: str) -> None:
     async with peer(gate_of(N1), host) as a:
         with closed_port(host) as closed:
-            a.sockets.send(closed, (Nack(seq=1),))
+            a.sockets.send(N2, closed, (Nack(seq=1),))
             await wait_for(lambda: a.events)
             assert a.events == [DatagramRefused(address=closed)]
 
@@ -227,8 +227,8 @@ async def test_a_refusal_is_not_taken_for_that_of_the_next_one(host: str) -> Non
         b.gate.link_verified(Run(N1, 1, 1), 0)
         with closed_port(host) as closed:
             for number in range(20):
-                a.sockets.send(closed, (Nack(seq=0),))
-                a.sockets.send(b.address, (Nack(seq=number),))
+                a.sockets.send(N2, closed, (Nack(seq=0),))
+                a.sockets.send(N2, b.address, (Nack(seq=number),))
             await wait_for(lambda: len(b.heard()) == 20)
             assert {type(event) for event in a.events} == {DatagramRefused}
             assert {event.address for event in a.events if isinstance(event, DatagramRefused)} == {closed}
@@ -242,7 +242,7 @@ async def test_an_error_that_quotes_nothing_of_ours_is_believed_by_nobody() -> N
         events: list[GossipEvent] = []
         async with trio.open_nursery() as nursery:
             await nursery.start(own.run, events.append)
-            forged = gate_of(N2).seal((Nack(seq=1),))
+            forged = gate_of(N2).seal((Nack(seq=1),), N1)
             bound.by_family[socket.AF_INET].sendto(forged, (closed.host, closed.port))
             await wait_for(lambda: own.counters().get("errors_not_ours"))
             assert events == []
@@ -256,7 +256,7 @@ async def test_an_error_that_quotes_nothing_of_ours_is_believed_by_nobody() -> N
 )
 async def test_what_this_host_cannot_send_is_told(address: Address) -> None:
     async with peer(gate_of(N1), V4) as a:
-        a.sockets.send(address, (Nack(seq=1),))
+        a.sockets.send(N2, address, (Nack(seq=1),))
         assert a.events == [SendFailed(address=address)]
 
 
@@ -349,8 +349,8 @@ async def test_who_captures_reads_nothing_and_changes_nothing_by_sending_it_agai
         async with peer(gate_of(N1), V4) as a, peer(gate_of(N2), V4) as b:
             async with captured(path, b.address.port):
                 for number in range(10):
-                    a.sockets.send(b.address, (delta, Nack(seq=number)))
-                    b.sockets.send(a.address, (Nack(seq=number),))
+                    a.sockets.send(N2, b.address, (delta, Nack(seq=number)))
+                    b.sockets.send(N1, a.address, (Nack(seq=number),))
                     await trio.sleep(0.01)
                 await wait_for(lambda: len(b.heard()) == 20)
                 sent = a.gate.datagrams_sent + b.gate.datagrams_sent

@@ -242,18 +242,25 @@ def test_what_was_refused_by_the_disk_is_not_known_and_the_next_write_makes_it_g
 
 def test_a_full_disk_refuses_no_withdrawal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopping what fills it is how it gets empty: room for that is kept."""
+    held = {number: order(str(number), env=(("K", "v" * 600),)) for number in range(100)}
     with opened(tmp_path) as (store, _):
-        store.persist(heard(1, *(order(str(number)) for number in range(200))))
+        store.persist(heard(1, *held.values()))
+        whole = store._file.whole_bytes if store._file is not None else 0
 
         def full(fd: int, offset: int, size: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        for index in range(2, 200):
-            store.persist(heard(index, *(order(str(number)) for number in range(index, 200))))
+        for index in range(2, 99):
+            del held[index]
+            for number in (0, 1):
+                held[number] = order(str(number), restart_serial=index, env=(("K", "v" * 600),))
+            store.persist(heard(index, *held.values()))
+        assert store._file is not None
+        assert store._file.changes_bytes > whole, "enough to write the file anew, if there were room"
     found = recovered(tmp_path)
     assert found.heard is not None
-    assert (found.heard.stamp.index, len(found.heard.orders)) == (199, 1)
+    assert (found.heard.stamp.index, len(found.heard.orders)) == (98, 3)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

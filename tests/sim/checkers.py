@@ -30,6 +30,7 @@ from gpulayer.core.gossip.messages import Alive, Left, Suspect  # isort: skip
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import Member, Run
 from gpulayer.model.record import RECORD_BYTES_MAX
+from gpulayer.model.units import Instant
 from gpulayer.wire.datagram import OVERHEAD
 from gpulayer.wire.gate import Opened
 
@@ -43,8 +44,10 @@ LOOK_EVERY = 1.0
 AFTER_PAUSE = 0.5
 # Averaged over BUDGET_WINDOW seconds; a table sync or a join is allowed its peak.
 BUDGET_WINDOW = 20
-BYTES_PER_SECOND_MAX = 60_000
+BYTES_PER_SECOND_MAX = 150_000
 PACKETS_PER_SECOND_MAX = 400
+# What is told again after so long is said anew (a vouch, mostly), not passed on still.
+RUMOUR_LIFE = 20.0
 # A queue of rumours is about members and their records: not more than some for each.
 SENDS_PER_RUMOUR = 4
 
@@ -69,24 +72,27 @@ class _Held:
     """What an observer's subscribers have been told of a node."""
 
     member: Member
-    suspect_since: float
+    suspect_since: Instant
     """On the observer's clock."""
 
 
 class Checks:
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_second_max: int = BYTES_PER_SECOND_MAX) -> None:
         self.due_at = LOOK_EVERY
+        self.bytes_per_second_max = bytes_per_second_max
         self.excused_until: dict[int, float] = {}
         """Hosts that may be thought dead although they live, by index."""
         self.all_excused_until = 0.0
-        self.packets_checked = 0
+        self.deaf: set[int] = set()
+        """Hosts that hear nobody, by index: what they think of others is not held against them."""
         self._cluster: Cluster | None = None
         self._owned: dict[Run, _Owned] = {}
         self._held: dict[Process, dict[NodeId, _Held]] = {}
         self._left: set[Run] = set()
         self._buried: set[tuple[Run, int]] = set()
         self._woken_at: dict[Process, float] = {}
-        self._sends: dict[tuple[Process, Message], int] = {}
+        self._sends: dict[tuple[Process, Message, int], int] = {}
+        self._looked_at: dict[tuple[Process, NodeId], tuple[Run, int, tuple[int, int]]] = {}
         self._spent: dict[int, deque[tuple[int, int]]] = {}
 
     def watch(self, cluster: Cluster) -> None:
@@ -239,6 +245,8 @@ class Checks:
         if subject.process.departed is not None or subject.process.is_leaving:
             return
         now = cluster.timeline.now
+        if process.host.index in self.deaf:
+            return
         if now < self.all_excused_until or now < self.excused_until.get(subject.index, 0.0):
             return
         raise self._broken(
@@ -251,8 +259,10 @@ class Checks:
     def _sent(self, process: Process, messages: Sequence[Message]) -> None:
         """No rumour echoes: one node tells one rumour so many times and not more."""
         for message in messages:
+            if isinstance(message, Alive) and message.run == process.run:
+                continue  # an answer to whoever accuses it: as many as there are accusations
             if isinstance(message, Alive | Suspect | Dead | Left | Vouch):
-                key = (process, message)
+                key = (process, message, int(self.cluster.now / RUMOUR_LIFE))
                 self._sends[key] = count = self._sends.get(key, 0) + 1
                 size = len(self.cluster.hosts)
                 if count > SENDS_PER_RUMOUR * self.cluster.profile.transmissions(size) + 8 * size:
@@ -284,14 +294,19 @@ class Checks:
             owned = self._owned.get(member.run)
             if owned is None or node == process.run.node:
                 continue
+            epoch, _, version = process.gossip._records.version_of(node)
+            if epoch != member.run.epoch or version == 0:
+                continue
+            # Neither the copy nor the original has changed since the last look.
+            looked_at = (member.run, version, owned.version)
+            if self._looked_at.get((process, node)) == looked_at:
+                continue
+            self._looked_at[process, node] = looked_at
             record = process.gossip.record(node)
             if sum(map(len, record.values())) > RECORD_BYTES_MAX:
                 raise self._broken(
                     "what is held of a record is bounded", process, self._host_of(member.run), "too large"
                 )
-            epoch, _, version = process.gossip._records.version_of(node)
-            if epoch != member.run.epoch or version == 0:
-                continue
             for key, value in record.items():
                 if (key, value) not in owned.ever:
                     raise self._broken(
@@ -316,7 +331,7 @@ class Checks:
             if len(spent) <= BUDGET_WINDOW:
                 continue
             size, packets = ((spent[-1][i] - spent[0][i]) / BUDGET_WINDOW for i in (0, 1))
-            if size > BYTES_PER_SECOND_MAX or packets > PACKETS_PER_SECOND_MAX:
+            if size > self.bytes_per_second_max or packets > PACKETS_PER_SECOND_MAX:
                 raise Broken(
                     f"a node keeps within its budget: {host.name} sent {size:.0f} bytes and {packets:.0f} packets a "
                     f"second for {BUDGET_WINDOW} s\n{self.cluster.tail()}"

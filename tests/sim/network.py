@@ -51,9 +51,8 @@ class Cut:
 
 @dataclass(slots=True)
 class Captured:
-    """A packet that was delivered once, for a replay. `at`: when."""
+    """A packet that was taken once, for a replay; of one that was not, a copy is only late."""
 
-    at: float
     source: Address
     target: Address
     data: bytes
@@ -90,7 +89,7 @@ class Network:
 
     def capture(self, is_wanted: bool) -> None:
         """Keep what is delivered, for replays."""
-        self.captured = deque() if is_wanted else None
+        self.captured = deque(maxlen=CAPTURE_MAX) if is_wanted else None
 
     # --- who is where -------------------------------------------------------------------------------------------
 
@@ -161,10 +160,6 @@ class Network:
         if process is None or source.index in target.refuses:
             self._refuse(source, target, to)
             return
-        if self.captured is not None and not process.is_asleep:
-            self.captured.append(Captured(self.timeline.now, source.seen_at, to, data))
-            if len(self.captured) > CAPTURE_MAX:
-                self.captured.popleft()
         process.take_datagram(source.seen_at, data)
 
     def _refuse(self, source: Host, target: Host, to: Address) -> None:
@@ -183,6 +178,8 @@ class Network:
 
     def can_stream(self, a: Host, b: Host) -> bool:
         """Whether a stream's data and its acknowledgements get through now."""
+        if a.cannot_send or b.cannot_send:
+            return False
         return b.is_on and a.is_on and not (self.cuts and (self.is_cut(a, b, "tcp") or self.is_cut(b, a, "tcp")))
 
     def retransmissions(self, source: Host, target: Host) -> float:

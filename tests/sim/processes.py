@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpulayer.core.gossip.core import Gossip
-
 from gpulayer.core.base import Tick
+from gpulayer.core.gossip.core import Gossip
 from gpulayer.core.gossip.messages import (
     CloseLink,
     Contact,
@@ -50,7 +49,7 @@ from gpulayer.model.units import Instant
 from gpulayer.wire import gossip as codec
 from gpulayer.wire.datagram import OVERHEAD
 from gpulayer.wire.gate import PacketGate
-from tests.sim.network import HANDSHAKE_BYTES, RECEIVE_BUFFER_PACKETS, Link
+from tests.sim.network import HANDSHAKE_BYTES, RECEIVE_BUFFER_PACKETS, Captured, Link
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
@@ -326,7 +325,7 @@ class Process:
         if self.host.cannot_send:
             self.cluster.timeline.after(1e-4, self._put, self._step, SendFailed(address=effect.address))
             return
-        self.cluster.network.send(self.host, effect.address, self.gate.seal(effect.messages))
+        self.cluster.network.send(self.host, effect.address, self.gate.seal(effect.messages, effect.to))
 
     def _send_frame(self, effect: SendFrame) -> None:
         payload = codec.encode(effect.messages)
@@ -385,6 +384,9 @@ class Process:
         opened = self.gate.open(data, source, self.local_now)
         if injected and self.cluster.checks is not None:
             self.cluster.checks.injected(self, data, opened)
+        captured = self.cluster.network.captured
+        if captured is not None and opened.received and not injected:
+            captured.append(Captured(source, self.host.address, data))
         for reply in opened.replies:
             if not self.host.cannot_send:
                 self.cluster.network.send(self.host, source, reply)

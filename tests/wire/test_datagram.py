@@ -22,18 +22,19 @@ from gpulayer.wire.datagram import (
 )
 
 RUN = Run(NodeId("n-0123456789abcdef"), 7, 0xFEDCBA9876543210)
+TO = NodeId("n-00000000000000aa")
 KEY = GossipKey(id=0x01020304, secret=bytes(range(32)))
 BODY = b"attempt j-abc.0.1 listens on 10.0.0.5:20001"
 
 
 def sealed(kind: int = MESSAGES, counter: int = 5, body: bytes = BODY, cluster: str = "c-1") -> bytes:
-    return RunKeys(KEY, cluster).cipher(RUN).seal(kind, counter, body)
+    return RunKeys(KEY, cluster).cipher(RUN).seal(kind, counter, body, TO)
 
 
 def test_what_was_sealed_is_opened_by_who_has_the_key() -> None:
     packet = sealed()
     assert read_header(packet) == Header(kind=MESSAGES, key_id=KEY.id, run=RUN, counter=5)
-    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 5) == BODY
+    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 5, TO) == BODY
     assert len(packet) == len(BODY) + OVERHEAD
 
 
@@ -49,10 +50,10 @@ def test_any_bit_that_is_changed_spoils_it() -> None:
         for bit in range(8):
             changed = bytearray(packet)
             changed[at] ^= 1 << bit
-            assert cipher.open(bytes(changed), 5) is None
+            assert cipher.open(bytes(changed), 5, TO) is None
 
 
-def test_only_the_same_run_of_the_same_cluster_under_the_same_key_opens_it() -> None:
+def test_only_whom_it_is_for_opens_it_as_of_its_run_and_cluster_and_key() -> None:
     packet = sealed()
     others = [
         RunKeys(KEY, "c-2").cipher(RUN),
@@ -61,8 +62,9 @@ def test_only_the_same_run_of_the_same_cluster_under_the_same_key_opens_it() -> 
         RunKeys(KEY, "c-1").cipher(Run(RUN.node, 7, RUN.run_id + 1)),
         RunKeys(KEY, "c-1").cipher(Run(NodeId("n-0123456789abcdee"), 7, RUN.run_id)),
     ]
-    assert all(cipher.open(packet, 5) is None for cipher in others)
-    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 6) is None
+    assert all(cipher.open(packet, 5, TO) is None for cipher in others)
+    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 6, TO) is None
+    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 5, NodeId("n-00000000000000ab")) is None
 
 
 def test_the_same_body_looks_different_each_time() -> None:
@@ -76,7 +78,7 @@ def test_it_is_what_the_documents_say() -> None:
     key = HKDF(algorithm=SHA256(), length=32, salt=None, info=run + b"gpulayer gossip datagram 1").derive(KEY.secret)
     head = b"gG\x01\x21\x01\x02\x03\x04" + run + (9).to_bytes(8, "big")
     nonce = b"\0\0\0\x01" + (9).to_bytes(8, "big")
-    assert packet == head + ChaCha20Poly1305(key).encrypt(nonce, BODY, head + b"c-1")
+    assert packet == head + ChaCha20Poly1305(key).encrypt(nonce, BODY, head + bytes(7) + b"\xaa" + b"c-1")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_every_kind_carries_any_body(kind: int, body: bytes) -> None:
     header = read_header(packet)
     assert isinstance(header, Header)
     assert header.kind == kind
-    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 5) == body
+    assert RunKeys(KEY, "c-1").cipher(RUN).open(packet, 5, TO) == body
 
 
 def test_no_secret_is_shown_by_accident() -> None:

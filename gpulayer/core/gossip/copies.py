@@ -37,6 +37,8 @@ PULL_TRIES_MAX = 6
 # Pulls that leave in one step; the rest wait a moment, for the answers.
 PULLS_PER_STEP = 64
 PULL_PAUSE = 0.02
+# Seconds in which the rumours of a join are through, at any size that a cluster has.
+SYNC_SOON = 1.0
 MEMBERS_PER_MESSAGE = 64
 # Records that one answer to a sync carries; what is left is pulled.
 SYNC_RECORDS_BYTES_MAX = 4 * 1024 * 1024
@@ -213,6 +215,12 @@ class Copies:
         self._outbox.send(to, [self._records.pull(node, member.run.epoch)], now)
 
     # --- comparing ----------------------------------------------------------------------------------------------------
+
+    def joined(self, now: Instant) -> None:
+        """Somebody is new. Where many are at once, rumours miss some pair or other: tables are compared as soon as the
+        rumours are through, and not only when that is due anyway."""
+        soon = Instant(now + SYNC_SOON * self._random.uniform(1.0, 2.0))
+        self._sync_at = min(self._sync_at, soon)
 
     def schedule_sync(self, now: Instant) -> None:
         """The next one by itself, if none is to come."""

@@ -435,7 +435,7 @@ class Gossip:
                 self._outbox.do(MemberChanged(before=before, after=replace(before, state="left"), text=text))
         self._outbox.changed(None, node, f"joined (epoch {after.run.epoch})", now)
         self._detection.joined(node, now)
-        self._copies.schedule_sync(now)
+        self._copies.joined(now)
 
     def _hear_accusation(self, word: Accusation, source: Run, at: Address | None, now: Instant) -> None:
         if word.node == self.own.id:

@@ -7,6 +7,7 @@ from that run since, prove that its daemon is gone, and end the wait at once.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from gpulayer.model.units import NEVER, Instant
 VOUCH_INTERVAL = 1.0
 # The same word of the same witness, passed on by others: an echo, unless this much later.
 VOUCH_ECHO = 5.0
+LONG_AGO = Instant(-math.inf)
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class Suspicion:
     """When the refusals became enough."""
     vouches: dict[NodeId, Instant] = field(default_factory=dict)
     """By witness, when its word was last believed."""
+    vouched_at: Instant = LONG_AGO
+    """When any was."""
     pings: deque[Instant] = field(default_factory=deque)
     """When we, a witness, ask it directly."""
     merged: MemberState | None = None
@@ -51,10 +55,14 @@ class Suspicion:
     def node(self) -> NodeId:
         return self.run.node
 
+    def proves(self, word: Suspect, now: Instant) -> bool:
+        """Whether it is a refusal that counts as one. What is told soon after a vouch may be from before it, and goes
+        around still; who is refused then will be refused again."""
+        return word.cause == "refused" and now >= self.vouched_at + VOUCH_ECHO
 
-    def has_counted(self, word: Suspect) -> bool:
+    def has_counted(self, word: Suspect, now: Instant) -> bool:
         """A reporter counts once; one that was refused after all counts for that too."""
-        return word.reporter in (self.refused if word.cause == "refused" else self.counted)
+        return word.reporter in (self.refused if self.proves(word, now) else self.counted)
 
 
 Said = Literal["began", "renewed", "confirmed", "nothing"]
@@ -89,7 +97,7 @@ class Suspicions:
             held = Suspicion(run, word.incarnation, now, since, timer_from=now, first=word.reporter)
             held.merged = merged
             self._all[word.node] = held
-        elif merged or not is_reliable or word.incarnation < held.incarnation or held.has_counted(word):
+        elif merged or not is_reliable or word.incarnation < held.incarnation or held.has_counted(word, now):
             return "nothing"
         else:
             said = "confirmed"
@@ -101,7 +109,7 @@ class Suspicions:
                     held.confirmed.add(word.reporter)
         if not merged:
             held.counted.add(word.reporter)
-        if word.cause == "refused" and is_reliable and not merged:
+        if held.proves(word, now) and is_reliable and not merged:
             held.refused.add(word.reporter)
             if len(held.refused) >= needed and held.refused_at == NEVER:
                 held.refused_at = now
@@ -116,7 +124,7 @@ class Suspicions:
         last = held.vouches.get(witness)
         if last is not None and now < last + (VOUCH_INTERVAL if is_direct else VOUCH_ECHO):
             return False
-        held.vouches[witness] = now
+        held.vouches[witness] = held.vouched_at = now
         held.timer_from = now
         held.confirmed.clear()
         held.refused.clear()

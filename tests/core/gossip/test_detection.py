@@ -82,8 +82,11 @@ def test_a_daemon_that_comes_back_at_once_is_alive_in_its_new_run() -> None:
     hosts = net.start(5)
     again = net.restart(hosts[2])
     net.give(again, seeds(hosts[0]))
-    assert net.run_until(net.is_settled, 10) < 3.0
-    assert all(host.member(again.id).run.epoch == 2 for host in net.up())
+
+    def is_known_anew() -> bool:
+        return net.is_settled() and all(host.member(again.id).run.epoch == 2 for host in net.up())
+
+    assert net.run_until(is_known_anew, 10) < 3.0
     net.run(30)
     assert net.is_settled()
 

@@ -22,9 +22,7 @@ BEGAN = Instant(100.0)
 
 def word(reporter: NodeId, incarnation: int = 0, *, refused: bool = False, health: int = 0) -> Suspect:
     cause = "refused" if refused else "timeout"
-    return Suspect(
-        node=S, epoch=1, incarnation=incarnation, cause=cause, reporter=reporter, reporter_health=health
-    )
+    return Suspect(node=S, epoch=1, incarnation=incarnation, cause=cause, reporter=reporter, reporter_health=health)
 
 
 def begun(*words: Suspect) -> tuple[Suspicions, Suspicion]:

@@ -96,7 +96,7 @@ class Host:
     is_refused: bool = False
     """The agent has said that its node cannot have it."""
     was_dead: bool = False
-    """A daemon that had no current orders yet found it without a shim."""
+    """A daemon that had no current orders yet found it without a process, or without a shim."""
 
     @property
     def run(self) -> int:
@@ -455,7 +455,7 @@ class World(RuleBasedStateMachine):
         if self.is_current:
             self.heard = dict(self.log)
         for host in self.hosts.values():
-            host.was_dead = not self.is_current and not host.shim
+            host.was_dead = not self.is_current and not (host.shim and host.process)
         orders = OrdersChanged(orders=tuple(self.heard.values()), is_current=self.is_current)
         told: list[AgentEvent] = [orders, AttemptsFound(found=found)] if orders_first else [AttemptsFound(found=found)]
         for event in told:
