@@ -19,6 +19,8 @@ from gpulayer.core.cluster.commands import (
     Command,
     ForgetJobs,
     LogEntry,
+    RemoveNode,
+    ReplicaAccepted,
     ReplicaEnded,
     ReplicaRefused,
     ReplicaReleased,
@@ -45,7 +47,16 @@ TRAILING_ENTRIES = 2_000
 
 
 # Commands that are accepted on a full disk too: with them people and nodes get rid of what fills it.
-ENDING = (StopJob, ReplicaEnded, ReplicaReleased, ReplicaRefused, ForgetJobs, RevokeToken)
+ENDING = (
+    StopJob,
+    ReplicaEnded,
+    ReplicaReleased,
+    ReplicaRefused,
+    ReplicaAccepted,
+    RemoveNode,
+    ForgetJobs,
+    RevokeToken,
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -45,10 +45,8 @@ from gpulayer.model.units import DURATION_MAX, MIB_MAX, MILLI, parse_gpus
 if TYPE_CHECKING:
     # Only the server needs these; the command line, which starts for every call, does not wait for their import.
     from gpulayer.core.cluster.view import JobView, ReplicaView
-    from gpulayer.core.placement.fit import Free
-    from gpulayer.model.cluster import ClusterState
     from gpulayer.model.event import Event
-    from gpulayer.model.node import Accelerator, Node
+    from gpulayer.model.node import Accelerator
     from gpulayer.model.replica import DeviceShare, Exit, Reason
 
 Json: TypeAlias = dict[str, Any]

@@ -48,7 +48,8 @@ def make_daemon(tmp_path: Path) -> Iterator[DaemonMaker]:
 
     yield make
     problems = []
-    for daemon in made:
+    # The first holds the log of those that joined it, and may not leave before them.
+    for daemon in reversed(made):
         try:
             daemon.end()
         except AssertionError as problem:

@@ -365,6 +365,20 @@ def test_a_node_that_only_one_protocol_reaches_is_not_thought_dead(kind: str) ->
     assert opinions.deaths() == [], opinions.told(opinions.deaths())
 
 
+def test_whom_only_links_reach_hears_over_them_at_once_that_it_was_wrong() -> None:
+    """A refutation goes back the way that the accusation came."""
+    cluster = settled(55, 12)
+    opinions, accuser = Opinions(cluster), cluster.hosts[4]
+    cut_off(cluster, 4, kinds=frozenset(("udp",)))
+    for accused in cluster.hosts[5:9]:
+        both = Partition(at=0.0, sources=frozenset((4,)), targets=frozenset((accused.index,)))
+        both.begin(cluster)
+        cluster.wait_for(lambda host=accused: cluster.state(accuser, host) == "suspect", 60.0)  # type: ignore[misc]
+        both.end(cluster)
+        cluster.wait_for(lambda host=accused: cluster.state(accuser, host) == "alive", 3.0)  # type: ignore[misc]
+    assert opinions.deaths() == [], opinions.told(opinions.deaths())
+
+
 def test_of_three_nodes_two_that_cannot_reach_each_other_are_alive_through_the_third() -> None:
     cluster = settled(21, 3)
     opinions = Opinions(cluster)

@@ -41,6 +41,9 @@ HINTS: dict[str, str] = {
     "restart_requested": "nothing: a new run starts by itself",
     "left_background_processes": "start the last program with exec, or end the script with wait",
     "cgroup_unavailable": "its processes are followed by descent alone; with systemd, set Delegate=yes in the unit",
+    "not_accepted": "nothing: it is placed again unless its node has begun with it; where one node is often the cause, "
+    "look at its daemon's log and at its disk",
+    "no_current_orders": "wait; if it lasts, `gpulayer status` and its node's log say why the leader is not reached",
 }
 _OTHERWISE = "see `gpulayer job events JOB` and `gpulayer job logs JOB`"
 

@@ -337,7 +337,7 @@ class Gossip:
             self._outbox.observed_at(source.node, at)
         self._detection.heard(source.node, now)
         if member.state in ("dead", "suspect"):
-            self._tell_subject(member, at, now)
+            self._tell_subject(member, at, now, by_link=at is None)
 
     def _hear(self, message: Message, source: Run, at: Address | None, now: Instant) -> None:
         match message:
@@ -496,12 +496,15 @@ class Gossip:
                 )
                 self._detection.hear_suspect(suspect, now, merged=state)
 
-    def _tell_subject(self, member: Member, at: Address | None, now: Instant) -> None:
+    def _tell_subject(self, member: Member, at: Address | None, now: Instant, *, by_link: bool = False) -> None:
         """It is held to be suspect or dead, and seems not to know."""
         if now < self._told.get(member.id, Instant(-TELL_INTERVAL)) + TELL_INTERVAL:
             return
         self._told[member.id] = now
-        self._outbox.datagram(member.id, [], now, at)
+        if by_link:
+            self._outbox.frame(member.id, [])
+        else:
+            self._outbox.datagram(member.id, [], now, at)
 
     # --- ourselves ----------------------------------------------------------------------------------------------------
 
@@ -530,7 +533,11 @@ class Gossip:
             self._speak(now, above=word.incarnation)
             if not isinstance(word, Left) and word.reporter != source.node and self._members.is_live(word.reporter):
                 self._outbox.datagram(word.reporter, [self._members.word_of(own.id)], now)
-        self._outbox.send(source.node, [self._members.word_of(own.id)], now, at)
+        # The way it came: where datagrams are blocked, the answer is else never read.
+        if at is None:
+            self._outbox.frame(source.node, [self._members.word_of(own.id)])
+        else:
+            self._outbox.send(source.node, [self._members.word_of(own.id)], now, at)
 
     def _hear_own_word(self, alive: Alive, now: Instant) -> None:
         own = self.own
