@@ -13,11 +13,11 @@ from starlette.responses import Response
 from gpulayer import __version__
 from gpulayer.api.forwarding import ask_voter
 from gpulayer.api.query import Query
-from gpulayer.api.requests import ASKED_BY_PEER, LocalRoute, Moment, answer, moment_of
+from gpulayer.api.requests import ASKED_BY_PEER, LocalRoute, Moment, answer, moments_of
 from gpulayer.core.cluster.resolve import resolve_node
 from gpulayer.model.errors import GpulayerError
 from gpulayer.wire.http import Json, job_summary, reason_to_json
-from gpulayer.wire.nodes import away_to_json, gpu_stock, node_status, node_to_json, nodes_by_state
+from gpulayer.wire.nodes import away_to_json, gpu_stock, node_status, nodes_by_state
 from gpulayer.wire.peer import RequestHead
 
 log = structlog.get_logger()
@@ -33,7 +33,7 @@ _OF_THE_LOG = ("cluster_id", "index", "jobs", "queued", "unhealthy")
 
 async def status(request: Request) -> Response:
     Query(request, ())
-    moment = moment_of(request)
+    moment = moments_of(request).lately()
     node, stock = moment.node, moment.stock
     if node.is_voter:
         jobs = _jobs_of_log(moment)
@@ -47,7 +47,7 @@ async def status(request: Request) -> Response:
             "uptime_seconds": round(moment.now_utc - node.started_at_utc, 3),
             "nodes_by_state": nodes_by_state(stock),
             "away": away_to_json(stock),
-            "nodes": [node_to_json(each) for each in stock],
+            "nodes": moment.node_documents,
             "gpus": gpu_stock(stock),
             "warnings": list(node.warnings),
         }
@@ -118,12 +118,12 @@ def _jobs_of_records(moment: Moment) -> dict[str, int]:
 
 async def nodes(request: Request) -> Response:
     Query(request, ())
-    return answer([node_to_json(each) for each in moment_of(request).stock])
+    return answer(moments_of(request).lately().node_documents)
 
 
 async def node(request: Request) -> Response:
     Query(request, ())
-    stock = {each.node.id: each for each in moment_of(request).stock}
+    stock = {each.node.id: each for each in moments_of(request).lately().stock}
     names = {each.node.id: each.node.name for each in stock.values()}
     return answer(node_status(stock[resolve_node(names, request.path_params["node"])]))
 

@@ -1,4 +1,4 @@
-"""Jobs: submit, list, look, watch, cancel, restart, explain, and where their endpoints are. Logs are in logs.py."""
+"""Jobs: submit, list, look, watch, cancel, restart, explain. Endpoints and logs have files of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from gpulayer.wire.http import (
     Json,
     checked_idempotency_key,
     devices_to_json,
-    endpoints_to_json,
     job_status,
     job_summary,
     parse_empty,
@@ -144,8 +143,15 @@ async def _statuses(moments: Moments, job_id: JobId) -> AsyncIterator[Sequence[I
 
 
 def _without_countdown(view: JobView) -> JobView:
-    """What is compared to find a change: not the seconds that are left, which always change."""
-    return replace(view, replicas=tuple(replace(replica, next="") for replica in view.replicas))
+    """What is compared to find a change: not the seconds that are left, or that a node is away, which always change."""
+    return replace(view, replicas=tuple(_without_seconds(replica) for replica in view.replicas))
+
+
+def _without_seconds(replica: ReplicaView) -> ReplicaView:
+    warning = replica.warning
+    if warning is not None and warning.code.startswith("node_"):
+        warning = Reason(code=warning.code)
+    return replace(replica, next="", warning=warning)
 
 
 async def _status(moment: Moment, job: Job) -> Json:
@@ -232,33 +238,6 @@ def _restartable(job: Job) -> tuple[int, ...]:
         f"no replica of {job.name} runs" + ("" if job.is_live else ", it has ended"),
         hint="gpulayer job explain says why nothing was placed" if job.is_live else "submit it again",
     )
-
-
-async def endpoints(request: Request) -> Response:
-    query = Query(request, ("watch",))
-    moment = moment_of(request)
-    job = resolve_job(moment.state, request.path_params["job"])
-    if query.flag("watch"):
-        return Stream(request, _endpoints(moments_of(request), job.id))
-    return answer(endpoints_to_json(moment.view(job), moment.node.verified_seconds_ago()))
-
-
-async def _endpoints(moments: Moments, job_id: JobId) -> AsyncIterator[Sequence[Item]]:
-    last: list[tuple[int, str]] | None = None
-    while True:
-        moment = moments.now()
-        job = moment.state.jobs.get(job_id)
-        if job is None:
-            return
-        view = moment.view(job)
-        listed = [(replica.index, str(replica.endpoint)) for replica in view.replicas if replica.endpoint is not None]
-        if listed != last:
-            last = listed
-            yield [Item.of(endpoints_to_json(view, moment.node.verified_seconds_ago()))]
-        if job.outcome is not None:
-            return
-        if await news_or_none(partial(moments.node.wait_for_change, moment.version)) is None:
-            yield KEEPALIVE
 
 
 # --- why ------------------------------------------------------------------------------------------------------------
@@ -398,6 +377,5 @@ ROUTES = [
     _route("/v1/jobs/{job}/spec", get_spec, "GET"),
     _route("/v1/jobs/{job}/cancel", cancel, "POST"),
     _route("/v1/jobs/{job}/restart", restart, "POST"),
-    _route("/v1/jobs/{job}/endpoints", endpoints, "GET"),
     _route("/v1/jobs/{job}/explain", explain_handler, "GET"),
 ]

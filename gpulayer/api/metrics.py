@@ -54,7 +54,7 @@ class _Scrape:
         """As `gpulayer resources` counts them: what is unhealthy is that, whoever uses it."""
         counts: Counter[tuple[str, ...]] = Counter()
         for stock in resources_to_json(self._moment.stock)["models"]:
-            for state in ("idle", "held", "foreign", "unhealthy"):
+            for state in ("idle", "held", "foreign", "unhealthy", "away"):
                 counts[stock["model"], state] += stock[state]
         return _gauges("gpulayer_gpus", "GPUs by model and state; each counts once.", ("model", "state"), counts)
 

@@ -66,6 +66,7 @@ _PARAMETERS: dict[str, Json] = {
         minLength=1,
         pattern=r"^[a-z0-9-]+(?:\.[0-9]{1,6})?$",
     ),
+    "node": text("A name, an id, or an unambiguous beginning of one.", minLength=1, pattern=r"^[a-z0-9-]+$"),
     "token_id": text(minLength=1),
 }
 
@@ -259,6 +260,13 @@ OPERATIONS: tuple[Operation, ...] = (
         id="nodes",
         summary="Each node, its devices, and what is free on it.",
         answers={200: _document(array(ref("Node")), "The nodes, by name.")},
+    ),
+    Operation(
+        path="/v1/nodes/{node}",
+        id="node",
+        summary="All that is known of one node, also what runs there by its own word.",
+        answers={200: _document(ref("NodeStatus"), "The node, by name, id, or an unambiguous beginning of one.")},
+        errors=(404,),
     ),
     Operation(
         path="/v1/resources",

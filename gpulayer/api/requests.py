@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
+import trio
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,14 +14,16 @@ from starlette.routing import Route
 from gpulayer.api.facade import NodeFacade
 from gpulayer.api.owners import Owners
 from gpulayer.api.problems import JSON
-from gpulayer.core.cluster.stock import NodeStock, stock_of
+from gpulayer.api.reach import Reach
 from gpulayer.core.cluster.view import JobView, job_view
 from gpulayer.core.placement.plan import waiting_reasons
+from gpulayer.core.placement.stock import NodeStock, stock_of
 from gpulayer.model.cluster import ClusterState, Job
 from gpulayer.model.ids import AttemptId, JobId, NodeId
 from gpulayer.model.replica import Reason, ReplicaStatus
 from gpulayer.model.seen import Table
-from gpulayer.wire.http import dump
+from gpulayer.wire.http import Json, dump
+from gpulayer.wire.nodes import node_to_json
 
 # Keys of the ASGI scope, set by app.py once a request may be served.
 MOMENTS = "gpulayer.moments"
@@ -29,6 +32,11 @@ ASKED_BY_PEER = "gpulayer.asked_by_peer"
 """The RequestHead of a request that came from another node."""
 REFUSED_LATER = "gpulayer.refused_later"
 """Waits until the token that let the request in is good no more; not there on the trusted side."""
+
+
+# What is said of all nodes takes long to put together: of 200 with eight GPUs each, 25 ms. Whoever asks meanwhile
+# gets the same.
+LATELY_SECONDS = 0.05
 
 
 class LocalRoute(Route):
@@ -58,6 +66,10 @@ class Moment:
         """Every node, by name, and what is free of it: by the log where it is here, else by the records."""
         return stock_of(self.table, self.state if self.node.is_voter else None)
 
+    @cached_property
+    def node_documents(self) -> Sequence[Json]:
+        return [node_to_json(each) for each in self.stock]
+
     def view(self, job: Job) -> JobView:
         return job_view(
             job,
@@ -65,6 +77,7 @@ class Moment:
             self._reason_to_wait(job.id),
             node_names=self.node_names,
             nodes=self.state.nodes,
+            seen=self.table.nodes,
             now_utc=self.now_utc,
         )
 
@@ -107,10 +120,20 @@ class Moments:
     def __init__(self, node: NodeFacade) -> None:
         self.node = node
         self.owners = Owners(node)
+        self.reach = Reach()
+        self._lately: tuple[float, Moment] | None = None
         self._waiting = WaitingReasons(node)
 
     def now(self) -> Moment:
         return Moment(self.node, self.owners, self._waiting)
+
+    def lately(self) -> Moment:
+        """One that may be LATELY_SECONDS old, if nothing has changed since."""
+        made = self._lately
+        now = trio.current_time()
+        if made is None or now - made[0] > LATELY_SECONDS or made[1].version != self.node.version_of_view:
+            made = self._lately = now, self.now()
+        return made[1]
 
 
 def moments_of(request: Request) -> Moments:

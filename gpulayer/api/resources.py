@@ -6,13 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gpulayer.api.query import Query
-from gpulayer.api.requests import LocalRoute, answer, moment_of
+from gpulayer.api.requests import LocalRoute, answer, moments_of
 from gpulayer.wire.nodes import resources_to_json
 
 
 async def resources(request: Request) -> Response:
     Query(request, ())
-    return answer(resources_to_json(moment_of(request).stock))
+    return answer(resources_to_json(moments_of(request).lately().stock))
 
 
 ROUTES = [LocalRoute("/v1/resources", resources, methods=["GET"])]

@@ -24,6 +24,7 @@ from gpulayer.model.job import (
 )
 from gpulayer.model.node import ACCELERATOR_KINDS, GpuDetect
 from gpulayer.model.replica import ReplicaState
+from gpulayer.model.seen import NODE_STATES
 from gpulayer.model.trust import JOIN_SECONDS, JOIN_SECONDS_MAX, JOIN_USES_MAX
 from gpulayer.model.units import DURATION_MAX, MIB_MAX
 from gpulayer.runtime.replica_logs import Kind
@@ -245,6 +246,39 @@ _DETECTED: dict[str, Json] = {
     "drivers": pairs(text("Version.")),
     "undetected": array(text("What could not be found out, and why.")),
 }
+_NAMED_NODE = {"name": text(), "id": text()}
+_SEEN: dict[str, Json] = {
+    "state": one_of(NODE_STATES),
+    "reason": or_null(text("Why it is not alive.")),
+    "age_seconds": number("How old this is: since anything was heard of the cluster, or of a node that is away."),
+}
+_NODE: dict[str, Json] = {
+    **_NAMED_NODE,
+    **_SEEN,
+    "conditions": array(text("sluggish, impaired, tcp_impaired, isolated, restarting, duplicate.")),
+    "marks": array(text()),
+    "is_self": TRUTH | {"description": "It is the node that answers."},
+    "voter": TRUTH | {"description": "The log is there."},
+    "record": one_of(("current", "earlier", "none"))
+    | {"description": "Of which run of its daemon is what it says of itself."},
+    "address": text("That its endpoints carry."),
+    "api": or_null(text("host:port of its API; null: not reached from other hosts.")),
+    "peer_address": or_null(text("host:port for other nodes.")),
+    "epoch": whole(description="Rises with every start of its daemon."),
+    "incarnation": whole(description="Rises when it contradicts being suspected."),
+    "gpulayer_version": or_null(text()),
+    "load": or_null(record(cpu_percent=whole(), memory_percent=whole(), disk_percent=whole())),
+    "labels": pairs(text()),
+    "cpus": number(),
+    "cpus_free": number(),
+    "memory_mib": MIB,
+    "memory_free_mib": MIB,
+    "disk_mib": MIB,
+    "numa": array(record(id=whole(), cpus=text("As the kernel lists them: 0-15,32-47."), memory_mib=MIB)),
+    **_DETECTED,
+    "gpus_excluded": whole(description="How many the configuration keeps gpulayer from."),
+    "devices": array(record(**_DEVICE)),
+}
 _TOKEN: dict[str, Json] = {"id": text(), "role": one_of(ROLES), "label": text()}
 
 ANSWERS: dict[str, Json] = {
@@ -279,6 +313,7 @@ ANSWERS: dict[str, Json] = {
         next=or_null(text("What happens next, in a sentence.")),
         node=or_null(text()),
         endpoint=or_null(text("address:port, while it is ready.")),
+        endpoint_verified=or_null(TRUTH | {"description": "Whether its node is there to say that it still is so."}),
         attempt=whole(),
         run=whole(),
         pid=or_null(whole()),
@@ -383,30 +418,41 @@ ANSWERS: dict[str, Json] = {
         node=text("The one that answers."),
         uptime_seconds=number(),
         index=whole(),
+        nodes_by_state=pairs(whole(), description="How many, by state."),
+        away=array(ref("AwayNode")),
         nodes=array(ref("Node")),
-        gpus=array(record(model=text(), free=SHARE, all=SHARE)),
+        gpus=array(record(model=text(), free=SHARE, all=SHARE, away=SHARE)),
+        log_unknown=or_null(
+            text("Why jobs are told by the nodes' records, and what is queued not at all; null: by the log.")
+        ),
         jobs=pairs(whole(), description="How many, by state."),
         queued=array(record(**_NAMED_JOB, reason=_REASON)),
         unhealthy=array(ref("Job")),
         warnings=array(text()),
     ),
-    "Node": record(
-        name=text(),
-        id=text(),
-        state=text(),
-        marks=array(text()),
-        address=text("That its endpoints carry."),
-        labels=pairs(text()),
-        cpus=number(),
-        cpus_free=number(),
-        memory_mib=MIB,
-        memory_free_mib=MIB,
-        disk_mib=MIB,
-        numa=array(record(id=whole(), cpus=text("As the kernel lists them: 0-15,32-47."), memory_mib=MIB)),
-        **_DETECTED,
-        gpus_excluded=whole(description="How many the configuration keeps gpulayer from."),
-        devices=array(record(**_DEVICE)),
+    "Node": record(**_NODE),
+    "NodeStatus": record(
+        **_NODE,
+        warnings=array(text()),
+        replicas=array(
+            record(
+                job=text(),
+                name=text(),
+                kind=one_of(("service", "batch")),
+                replica=whole(),
+                attempt=whole(1),
+                state=one_of(get_args(ReplicaState)),
+                reason=_REASON,
+                endpoint=or_null(text("address:port, while it is ready.")),
+                pid=or_null(whole()),
+                restarts=whole(),
+                devices=_DEVICES,
+                cpus=number(),
+                memory_mib=MIB,
+            )
+        ),
     ),
+    "AwayNode": record(**_NAMED_NODE, **_SEEN, gpus=whole()),
     "Resources": record(
         models=array(
             record(
@@ -419,6 +465,7 @@ ANSWERS: dict[str, Json] = {
                 held=whole(),
                 foreign=whole(),
                 unhealthy=whole(),
+                away=whole(description="On nodes that are not alive; not among all."),
                 share_open=SHARE,
                 largest_idle_on_one_node=whole(),
                 node=or_null(text("Which has the most idle ones.")),
@@ -427,6 +474,7 @@ ANSWERS: dict[str, Json] = {
         nodes=array(
             record(
                 name=text(),
+                **_SEEN,
                 marks=array(text()),
                 cpus=number(),
                 cpus_idle=number(),
@@ -438,6 +486,7 @@ ANSWERS: dict[str, Json] = {
                 **_DETECTED,
             )
         ),
+        away=array(ref("AwayNode")),
     ),
     "Tokens": record(
         tokens=array(

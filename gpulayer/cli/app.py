@@ -54,6 +54,13 @@ _GROUPS = {
             "cancel": ("gpulayer.cli.jobs:job_cancel", "Stop every replica of it, or of several."),
         },
     ),
+    "node": (
+        "The hosts that the cluster consists of.",
+        {
+            "list": ("gpulayer.cli.nodes:node_list", "Nodes: alive or since when not, what is free, what is wrong."),
+            "status": ("gpulayer.cli.nodes:node_status", "All that is known of one node, and what runs there."),
+        },
+    ),
     "resources": (
         "What there is of GPUs, CPUs, memory and disk.",
         {

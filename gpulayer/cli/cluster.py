@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
+from gpulayer.cli.nodes import NODE_HEADERS, is_troubled, node_cells, say_devices, troubles
 from gpulayer.cli.render import (
     Row,
     clean,
     fitted_table,
-    gpus_of,
     pairs,
     reason_text,
     say,
     say_json,
     say_now,
     say_wrapped,
-    short_names,
     utc,
 )
-from gpulayer.model.units import format_duration, format_size
+from gpulayer.model.units import format_duration
+
+# Up to so many, each node has its line; of more only those that something is wrong with.
+NODES_EACH_MAX = 12
+TROUBLED_SHOWN_MAX = 10
 
 
 def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
     """The cluster on one screen: nodes, GPUs free and all by model, services and their health, what is queued and why.
+
+    Any node answers, by what it knows itself; what is queued only the leader knows.
 
     Parameters
     ----------
@@ -36,7 +41,12 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
     found = connection.client().status()
     if json:
         say_json(found)
-        return
+    else:
+        say_cluster(found)
+
+
+def say_cluster(found: Mapping[str, Any]) -> None:
+    """The status as people read it: one screen, of however many nodes."""
     say_wrapped(
         pairs(
             cluster=found["cluster_id"],
@@ -48,26 +58,28 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
         indent="  ",
         first="",
     )
-    for warning in [*found["warnings"], *_undetected(found["nodes"], found["warnings"])]:
+    for warning in found["warnings"]:
         say(f"warning: {clean(warning)}")
     say()
-    fitted_table(
-        ("NODE", "STATE", "ADDRESS", "CPUS FREE", "MEMORY FREE", "GPUS FREE"),
-        [Row(_node_cells(node)) for node in found["nodes"]],
-        names=("NODE", "ADDRESS"),
-    )
+    is_folded = len(found["nodes"]) > NODES_EACH_MAX
+    _say_nodes(found, is_folded=is_folded)
     if found["gpus"]:
         say()
-        stock = [Row((gpu["model"], f"{gpu['free']:g}", f"{gpu['all']:g}")) for gpu in found["gpus"]]
-        fitted_table(("MODEL", "FREE", "ALL"), stock, names=("MODEL",))
-        say()
-        fitted_table(
-            ("NODE", "GPU", "MODEL", "MEMORY", "FREE", "HELD BY"),
-            [row for node in found["nodes"] for row in _device_rows(node)],
-            names=("NODE", "GPU", "MODEL"),
-        )
+        headers, has_away = ["MODEL", "FREE", "ALL"], any(gpu["away"] for gpu in found["gpus"])
+        stock = [
+            Row((gpu["model"], f"{gpu['free']:g}", f"{gpu['all']:g}", *([f"{gpu['away']:g}"] if has_away else [])))
+            for gpu in found["gpus"]
+        ]
+        fitted_table(headers + (["AWAY"] if has_away else []), stock, names=("MODEL",))
+        if not is_folded:
+            say()
+            say_devices(found["nodes"])
     say()
     by_state = ", ".join(f"{count} {state}" for state, count in found["jobs"].items() if count)
+    if found["log_unknown"]:
+        say(f"jobs that run: {by_state or 'none'} (by the nodes' own word)")
+        _say_job(f"what is queued is not known here: {clean(found['log_unknown'])}")
+        return
     say(f"jobs: {by_state or 'none'}")
     queued = {job["id"] for job in found["queued"]}
     for job in found["queued"]:
@@ -79,52 +91,23 @@ def status(*, json: bool = False, connection: Connection = LOCAL) -> None:
             _say_job(f"{job['name']} is {job['state']}, {ready}{why and ': ' + why}")
 
 
+def _say_nodes(found: Mapping[str, Any], *, is_folded: bool) -> None:
+    told = set(found["warnings"])  # of the node that answers, its own
+    shown = [node for node in found["nodes"] if not is_folded or is_troubled(node)]
+    if is_folded:
+        say("nodes: " + ", ".join(f"{count} {state}" for state, count in found["nodes_by_state"].items()))
+    rows = [
+        Row(node_cells(node), [clean(trouble) for trouble in troubles(node) if trouble not in told])
+        for node in shown[: TROUBLED_SHOWN_MAX if is_folded else None]
+    ]
+    if rows:
+        fitted_table(NODE_HEADERS, rows, names=("NODE", "ADDRESS"))
+    if len(shown) > len(rows):
+        say(f"and {len(shown) - len(rows)} more: gpulayer node list")
+
+
 def _say_job(text: str) -> None:
     say_wrapped(text, indent="    ", first="  ")
-
-
-def _undetected(nodes: Iterable[dict[str, Any]], told: Collection[str]) -> list[str]:
-    """Why a node does not know its GPUs, with what to do about it; the node that answers has told its own."""
-    return [
-        f"{node['name']}: {why}"
-        for node in nodes
-        if node["gpu_detect"] == "error"
-        for why in node["undetected"]
-        if why not in told
-    ]
-
-
-def _node_cells(node: dict[str, Any]) -> tuple[object, ...]:
-    gpus = gpus_of(node)
-    free = sum(device["share_free"] for device in gpus)
-    return (
-        node["name"],
-        ",".join([node["state"], *node["marks"]]),
-        node["address"],
-        f"{node['cpus_free']:g}/{node['cpus']:g}",
-        f"{format_size(node['memory_free_mib'])}/{format_size(node['memory_mib'])}",
-        f"{free:g}/{len(gpus)}" if gpus else "-",
-    )
-
-
-def _device_rows(node: dict[str, Any]) -> list[Row]:
-    gpus = gpus_of(node)
-    names = short_names(gpus, node["id"])
-    return [_device_row(node["name"], names[device["uuid"]], device) for device in gpus]
-
-
-def _device_row(node: str, name: str, device: dict[str, Any]) -> Row:
-    """What is wrong with it is said in its row, and why under it."""
-    held = [
-        f"{holder['name']}.{holder['replica']}" + ("" if holder["share"] == 1 else f" {holder['share']:g}")
-        for holder in device["held_by"]
-    ]
-    held += ["others"] if device["foreign"] else []
-    held[:0] = ["unhealthy"] if device["unhealthy"] else []
-    notes = [f"unhealthy: {device['unhealthy']}"] if device["unhealthy"] else []
-    notes += [f"used by others: {device['foreign']}"] if device["foreign"] else []
-    free = f"{device['share_free']:g}"
-    return Row((node, name, device["model"], format_size(device["memory_mib"]), free, ", ".join(held) or "-"), notes)
 
 
 def events(

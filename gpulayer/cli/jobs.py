@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -142,6 +142,7 @@ def _say_replica(replica: Mapping[str, Any], told: Mapping[str, Any] | None) -> 
             state=replica["state"],
             node=replica["node"],
             endpoint=replica["endpoint"],
+            verified="no" if replica["endpoint_verified"] is False else None,
             restarts=replica["restarts"],
             attempt=replica["attempt"] or None,
             run=replica["run"] or None,
@@ -341,6 +342,7 @@ def job_endpoints(
                 say_json(listed, indent=None)
             else:
                 say_now("\n".join(([""] if place else []) + [item["endpoint"] for item in listed]))
+                _note_unverified(listed)
         return
     listed = asked.endpoint_documents()
     if json:
@@ -348,6 +350,14 @@ def job_endpoints(
         return
     for item in listed:
         say(item["endpoint"])
+    _note_unverified(listed)
+
+
+def _note_unverified(listed: Sequence[Mapping[str, Any]]) -> None:
+    for item in listed:
+        if not item["verified"]:
+            age = format_duration(max(1, round(item["age_seconds"])))
+            note(f"{item['endpoint']} is not verified: {item['node']}, where it is, was heard last {age} ago")
 
 
 def job_wait(job: str, /, *, timeout: str | None = None, json: bool = False, connection: Connection = LOCAL) -> None:

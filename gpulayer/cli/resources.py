@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpulayer.cli.connection import LOCAL, Connection
+from gpulayer.cli.nodes import away_sentences
 from gpulayer.cli.render import Row, clean, fitted_table, note, say, say_json, say_wrapped, short_names
 from gpulayer.model.units import MILLI, format_size
 
@@ -303,6 +304,11 @@ def resources_list(*, json: bool = False, connection: Connection = LOCAL) -> Non
         [_node_row(node) for node in found["nodes"]],
         names=("NODE",),
     )
+    if found["away"]:
+        say()
+        say("not alive, and not counted above:")
+        for sentence in away_sentences(found["away"]):
+            say_wrapped(sentence, indent="    ", first="  ")
 
 
 def _model_row(model: Mapping[str, Any]) -> Row:
@@ -320,14 +326,14 @@ def _model_row(model: Mapping[str, Any]) -> Row:
     return Row(cells, [", ".join(taken)] if taken else [])
 
 
-_USES = {"held": "held", "foreign": "used by others", "unhealthy": "unhealthy"}
+_USES = {"held": "held", "foreign": "used by others", "unhealthy": "unhealthy", "away": "on nodes that are not alive"}
 
 
 def _node_row(node: Mapping[str, Any]) -> Row:
     drivers = dict(node["drivers"])
     cuda = drivers.pop("cuda", "-")
     cells = (
-        node["name"],
+        node["name"] if node["state"] == "alive" else f"{node['name']} ({node['state']})",
         f"{node['cpus_idle']:g}/{node['cpus']:g}",
         f"{format_size(node['memory_idle_mib'])}/{format_size(node['memory_mib'])}",
         f"{node['gpus_idle']}/{node['gpus']}" if node["gpus"] else "-",

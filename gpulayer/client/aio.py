@@ -147,6 +147,12 @@ class Client:
         """Each node with its devices and what is free on it."""
         return await self._call(calls.nodes())
 
+    async def node(self, name: str) -> Document:
+        """One node by name, id, or unambiguous beginning of one: as in `nodes()`, with its `replicas` and `warnings`.
+        Raises NotFound, or InvalidRequest for a beginning of several.
+        """
+        return await self._call(calls.node(name))
+
     async def resources(self) -> Document:
         """The stock over the cluster: `models` of GPUs (`idle`, `all`, `held`, `foreign`, `unhealthy`,
         `largest_idle_on_one_node` and its `node`), and `nodes` (CPUs, memory, disk, drivers).

@@ -97,6 +97,10 @@ def nodes() -> Call[list[Document]]:
     return Call(path="/v1/nodes", read=_array)
 
 
+def node(name: str) -> Call[Document]:
+    return Call(path=f"/v1/nodes/{_segment(name, 'node')}", read=_document)
+
+
 def resources() -> Call[Document]:
     return Call(path="/v1/resources", read=_document)
 

@@ -39,6 +39,9 @@ REASON_CODES: tuple[str, ...] = (
     "cgroup_unavailable",
     "not_accepted",
     "no_current_orders",
+    "node_suspect",
+    "node_unsupervised",
+    "node_silent",
 )
 
 

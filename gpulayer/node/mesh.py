@@ -491,7 +491,6 @@ class Mesh:
         self._warn_duplicate(run.node, str(at))
 
     def _refused(self, refusal: Refusal) -> None:
-        log.warning("peer.refused", address=str(refusal.address), code=refusal.code, text=refusal.text)
         if refusal.code == "duplicate_id" and refusal.node is not None:
             self._warn_duplicate(refusal.node, str(refusal.address))
 

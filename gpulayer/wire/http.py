@@ -752,6 +752,7 @@ def replica_status(view: ReplicaView, sandbox: str | None, last_lines: Sequence[
         "next": view.next or None,
         "node": view.node or None,
         "endpoint": str(view.endpoint) if view.endpoint is not None else None,
+        "endpoint_verified": view.is_verified if view.endpoint is not None else None,
         "attempt": view.attempt,
         "run": view.run,
         "pid": view.pid,
@@ -765,24 +766,6 @@ def replica_status(view: ReplicaView, sandbox: str | None, last_lines: Sequence[
         "sandbox": sandbox,
         "last_lines": list(last_lines),
     }
-
-
-# The daemon looks once a second (P5); twice that is a look that did not happen.
-VERIFIED_SECONDS_MAX = 2.0
-
-
-def endpoints_to_json(view: JobView, verified_seconds_ago: float) -> list[Json]:
-    return [
-        {
-            "endpoint": str(replica.endpoint),
-            "replica": replica.index,
-            "node": replica.node,
-            "verified": verified_seconds_ago <= VERIFIED_SECONDS_MAX,
-            "age_seconds": round(verified_seconds_ago, 3),
-        }
-        for replica in view.replicas
-        if replica.endpoint is not None
-    ]
 
 
 def event_to_json(event: Event, offset: str, job_name: str, node_name: str) -> Json:

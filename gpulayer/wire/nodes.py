@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from gpulayer.core.cluster.stock import NodeStock
+from gpulayer.core.placement.stock import NodeStock
 from gpulayer.model.ids import AttemptId
 from gpulayer.model.node import Accelerator
 from gpulayer.model.record import Load, ReplicaRecord

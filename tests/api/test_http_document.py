@@ -82,7 +82,7 @@ def test_the_specification_that_is_shown_has_every_key_and_is_taken(daemon: Daem
 def test_every_request_is_in_the_document() -> None:
     text = DOCUMENT.read_text()
     for operation in OPERATIONS:
-        path = operation.path.replace("{job}", "JOB").replace("{token_id}", "ID")
+        path = operation.path.replace("{job}", "JOB").replace("{node}", "NODE").replace("{token_id}", "ID")
         assert f"`{operation.method.upper()} {path}" in text, operation.id
         for name in operation.query:
             assert re.search(rf"[?&]{name}=|\[\?{name}=", text), (operation.id, name)

@@ -218,7 +218,7 @@ def test_devices_say_who_holds_them(daemon: Daemon) -> None:
     assert 'gpulayer_gpus_all{model="Test A100"} 2.0' in metrics
     found = re.findall(r'gpulayer_gpus\{model="Test A100",state="(\w+)"\} (\d)\.0', metrics)
     by_state = {state: int(count) for state, count in found}
-    assert by_state.keys() == {"idle", "held", "foreign", "unhealthy"}
+    assert by_state.keys() == {"idle", "held", "foreign", "unhealthy", "away"}
     assert sum(by_state.values()) == 2
     assert by_state["held"] >= 1
     assert "gpulayer_log_index" in metrics

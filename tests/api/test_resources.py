@@ -22,6 +22,7 @@ def test_whole_devices_are_idle_and_what_is_left_of_others_is_open(daemon: Daemo
             "held": 1,
             "foreign": 0,
             "unhealthy": 0,
+            "away": 0,
             "share_open": 0.75,
             "largest_idle_on_one_node": 1,
             "node": answer.json["nodes"][0]["name"],

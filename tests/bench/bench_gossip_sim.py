@@ -33,7 +33,7 @@ def settled(seed: int, size: int, loss: float = 0.01, idle: float = 5.0) -> Clus
 
 
 def row(name: str, size: int, values: list[float], unit: str, node_seconds: float, spent: float) -> None:
-    """Median, p99 and spread of all values, and what it took."""
+    """Median, p99 and spread of all values, and what it took: simulated node-seconds, and as many per second of CPU."""
     print(
         f"{name:44} N={size:<5} p50 {percentile(values, 0.5):7.3f}  p99 {percentile(values, 0.99):7.3f}  "
         f"{min(values):.3f}-{max(values):.3f} {unit:5} of {len(values)}  "
@@ -44,8 +44,8 @@ def row(name: str, size: int, values: list[float], unit: str, node_seconds: floa
 
 @contextmanager
 def timed() -> Iterator[Callable[[], float]]:
-    began = time.monotonic()
-    yield lambda: time.monotonic() - began
+    began = time.process_time()
+    yield lambda: time.process_time() - began
 
 
 def deaths(size: int, times: int, seed: int, end: Callable[[Cluster, Host], None], name: str) -> None:
@@ -196,7 +196,7 @@ def hours(size: int, seconds: float, seed: int, loss: float, is_stressed: bool) 
         print(
             f"{seconds:.0f} s, {loss:.0%} loss{stress}: N={size}: {len(opinions.false_deaths())} false deaths, "
             f"{suspicions} suspicions held; {node_seconds:.0f} node-seconds, {node_seconds / spent():.0f}/s "
-            f"({seconds / spent():.0f} x real time)",
+            f"({seconds / spent():.0f} x real time of one CPU)",
             flush=True,
         )
         if opinions.false_deaths():

@@ -106,7 +106,7 @@ def test_a_client_command_imports_neither_rich_nor_the_daemon() -> None:
             ["frobnicate"],
             2,
             "commands: up, systemd, demo, status, submit, events, audit, login, logout, leave, completion, "
-            "job, resources, cluster, token",
+            "job, node, resources, cluster, token",
         ),
         (["job", "frob"], 2, "commands: list, status, logs, endpoints, events, explain, wait, restart, cancel"),
         (["logs", "web", "-f"], 2, "did you mean gpulayer job logs?"),

@@ -159,7 +159,7 @@ class Lan:
         for here, there in ((one_side, other_side), (other_side, one_side)):
             for host in here:
                 addresses = ", ".join(other.address for other in there)
-                host.rule(f"incoming ip saddr {{ {addresses} }} drop", f"outgoing ip daddr {{ {addresses} }} drop")
+                host.rule(f"incoming ip saddr {{ {addresses} }} drop")  # outgoing, it would be an error to who sends
 
     def heal(self) -> None:
         for host in self.hosts:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from gpulayer.node.mesh import PARTING_SECONDS
 from tests.hosts.conftest import ClusterMaker
-from tests.hosts.hosts import DEAD_SECONDS_MAX, PEER_PORT, Cluster, Node, Watched, stays_so
+from tests.hosts.hosts import PEER_PORT, Cluster, Node, Watched, stays_so
 from tests.integration.daemon import GPULAYER, wait_for
 
 BRIDGE_ADDRESS = "172.30.0.1"
@@ -219,6 +220,7 @@ def test_a_cloned_host_is_told_apart_and_the_original_is_not_harmed(cluster: Clu
     assert "copied" in said or "copy" in said
     assert "--abandon-state" in said
 
+    assert any(f"two processes say that they are node {host.name}" in each for each in first.warnings())
     assert stays_so(lambda: first.states()[host.name] == "alive", 3.0)
     assert host.runs_of(job)[0]["pid"] == pid
     assert watched.deaths(of=host) == []
@@ -303,6 +305,8 @@ def test_a_node_that_was_removed_while_it_was_away_does_not_come_back_by_itself(
             shutil.copytree(there, host.data_dir / name, dirs_exist_ok=True)
         else:
             shutil.copy(there, host.data_dir / name)
+    time.sleep(PARTING_SECONDS)  # so long the last words of who leaves are heard
     host.up()
-    assert stays_so(lambda: first.states().get(host.name) in (None, "left"), DEAD_SECONDS_MAX / 4)
+    assert stays_so(lambda: first.states().get(host.name) in (None, "left"), 4.0), first.nodes()
+    assert any("not in the registry" in each["reason"] for each in host.log_events("peer.refused"))
     host.kill9()

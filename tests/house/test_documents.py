@@ -54,7 +54,9 @@ def test_no_document_is_empty() -> None:
 def commands_in(document: Path) -> set[tuple[str, ...]]:
     """The words after `gpulayer`, in code blocks and code spans."""
     text = document.read_text()
-    blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    # Every fence is matched with its end, also those that are passed over.
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fenced if language in ("", "sh")]
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     code = re.findall(r"(?:^|[\s/;&|(])gpulayer ([a-z].*)$", "\n".join([*blocks, *spans]), re.MULTILINE)
     return {tuple(re.findall(r"[^\s`]+", words)) for words in code}

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import DaemonMaker
-from tests.integration.daemon import Daemon, wait_for
+from tests.integration.daemon import Daemon, free_port, wait_for
 from tests.integration.programs import serve
 
 
 @pytest.fixture
 def pair(make_daemon: DaemonMaker) -> tuple[Daemon, Daemon]:
     """n1, which holds the log, and n2, which joined it."""
-    first = make_daemon(name="n1").start()
+    first = make_daemon(name="n1", peer_port=free_port()).start()
     made = first.call("POST", "/v1/join-tokens", {"uses": 1, "lasts_seconds": 600, "advertise": "127.0.0.1"})
     second = make_daemon(name="n2").start("--join", made["seed"], "--token", made["token"])
     see_each_other(first, second)

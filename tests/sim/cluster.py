@@ -9,7 +9,6 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from gpulayer.core.gossip.core import Gossip
-
 from gpulayer.core.gossip.messages import MemberChanged, RecordChanged, SetLeader, SetRegistry
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.address import Address
@@ -27,6 +26,7 @@ PORT = 7451
 STORY_LINES = 5000
 # Between two looks at what is waited for.
 LOOK = 0.02
+LARGE, LARGE_LOOK = 150, 1.0
 
 
 class Cluster:
@@ -243,19 +243,21 @@ class Cluster:
                 self.timeline.run_until(min(end, self.checks.due_at))
                 self.checks.look(self.timeline.now)
 
-    def wait_for(self, is_so: Callable[[], bool], seconds: float) -> float:
-        """Runs until `is_so()`, looked at every 20 ms; how long that took. AssertionError after `seconds`."""
+    def wait_for(self, is_so: Callable[[], bool], seconds: float, look: float = LOOK) -> float:
+        """Runs until `is_so()`, looked at every `look` seconds; how long that took. AssertionError after `seconds`."""
         began = self.timeline.now
         while not is_so():
             assert self.timeline.now - began < seconds, f"not within {seconds:g} s\n{self.tail()}"
-            self._run_until(self.timeline.now + LOOK)
+            self._run_until(self.timeline.now + look)
         return self.timeline.now - began
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(f"  {at:9.3f} {text}" for at, text in list(self.story)[-lines:])
 
     def settle(self, seconds: float = 30.0) -> float:
-        return self.wait_for(lambda: self.disagreement() == "", seconds)
+        # Each look compares every pair.
+        look = LOOK if len(self.hosts) <= LARGE else LARGE_LOOK
+        return self.wait_for(lambda: self.disagreement() == "", seconds, look)
 
     # --- what they hold -----------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from tests.sim.network import BOTH, Cut, Kind
 PAUSE_FORGIVEN = 2.5
 # Rumours of a death that was right go around for a while after what caused it.
 AFTERMATH = 25.0
+# Between two steps of a key rotation, at least.
+ROTATION_STEP = 5.0
 # Work of a run that is starved: awake a tenth of the time.
 STARVED_AWAKE = (0.01, 0.09)
 STARVED_ASLEEP = (0.1, 0.9)
@@ -288,13 +290,16 @@ class Changes(Fault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotateKeys(Fault):
-    """A key rotation in three steps over its time, begun by the leader."""
+    """A key rotation, begun by the leader: each step only when the one before has reached all that live, as a leader
+    sees from the keys that they say they can open."""
 
     def begin(self, cluster: Cluster) -> None:
-        for step, ring in enumerate(cluster.rotation()):
-            cluster.timeline.after(step * self.seconds / 2, self._install, cluster, ring)
+        self._next(cluster, list(cluster.rotation()), cluster.now + self.seconds)
 
-    def _install(self, cluster: Cluster, ring: KeyRing) -> None:
+    def _next(self, cluster: Cluster, rings: list[KeyRing], until: float) -> None:
         live = [host for host in cluster.hosts if host.is_live]
-        if live and ring.version == cluster.ring.version + 1:
-            cluster.set_ring(ring, live[0])
+        if cluster.now >= until or not rings:
+            return
+        if live and all(host.disk.ring.version == cluster.ring.version for host in live):
+            cluster.set_ring(rings.pop(0), live[0])
+        cluster.timeline.after(ROTATION_STEP, self._next, cluster, rings, until)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gpulayer.core.cluster.stock import NodeStock, idle_milli_of, stock_of
 from gpulayer.core.placement.fit import free_of
+from gpulayer.core.placement.stock import NodeStock, idle_milli_of, stock_of
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.ids import NodeId
 from gpulayer.model.node import Accelerator, Capabilities, Node

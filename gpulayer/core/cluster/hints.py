@@ -44,6 +44,10 @@ HINTS: dict[str, str] = {
     "not_accepted": "nothing: it is placed again unless its node has begun with it; where one node is often the cause, "
     "look at its daemon's log and at its disk",
     "no_current_orders": "wait; if it lasts, `gpulayer status` and its node's log say why the leader is not reached",
+    "node_suspect": "wait some seconds: it is alive again by then, or known not to be",
+    "node_unsupervised": "nothing for the replica, which goes on; see why its node's daemon does not run: "
+    "`journalctl -u gpulayer` there, and start it again",
+    "node_silent": "see to its host and its network: whether the replica still runs is known once that is back",
 }
 _OTHERWISE = "see `gpulayer job events JOB` and `gpulayer job logs JOB`"
 

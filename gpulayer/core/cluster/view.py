@@ -19,6 +19,7 @@ from gpulayer.model.inventory import CONFIRM_SECONDS
 from gpulayer.model.job import JobSpec
 from gpulayer.model.node import Node
 from gpulayer.model.replica import DeviceShare, Endpoint, Exit, Outcome, Reason, ReplicaState, ReplicaStatus
+from gpulayer.model.seen import NodeSeen, NodeState
 from gpulayer.model.units import format_duration
 
 JobState: TypeAlias = Literal[
@@ -35,6 +36,11 @@ JOB_STATES: tuple[JobState, ...] = (
     "cancelled",
     "lost",
 )
+_CODE_OF_NODE: Mapping[NodeState, str] = {
+    "suspect": "node_suspect",
+    "unsupervised": "node_unsupervised",
+    "silent": "node_silent",
+}
 WaitingReasons: TypeAlias = Callable[[int], Reason | None] | Mapping[tuple[JobId, int], Reason]
 
 
@@ -60,6 +66,8 @@ class ReplicaView:
     next_start_at_utc: float | None = None
     warning: Reason | None = None
     devices: tuple[DeviceShare, ...] = ()
+    is_verified: bool = True
+    """Whether its node is there to say that all this still is so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +96,14 @@ def job_view(
     *,
     node_names: Mapping[NodeId, str],
     nodes: Mapping[NodeId, Node] = MappingProxyType({}),
+    seen: Mapping[NodeId, NodeSeen] = MappingProxyType({}),
     now_utc: float,
 ) -> JobView:
     """`node_names` may lack nodes (their id is shown); `waiting_reasons` may lack replicas (they are queued); `nodes`
-    are as they are seen now."""
+    are as they are seen now, and `seen` says which of them are there at all."""
     replicas = tuple(
-        _replica_view(job, replica, statuses, waiting_reasons, node_names, nodes, now_utc) for replica in job.replicas
+        _away(_replica_view(job, replica, statuses, waiting_reasons, node_names, nodes, now_utc), job, replica, seen)
+        for replica in job.replicas
     )
     state = _job_state(job, replicas)
     reason = _job_reason(job, state, replicas)
@@ -162,6 +172,19 @@ def _replica_view(
         reason=with_hint(view.reason, job.name) if view.reason is not None else None,
         warning=with_hint(view.warning, job.name) if view.warning is not None else None,
     )
+
+
+def _away(view: ReplicaView, job: Job, replica: Replica, seen: Mapping[NodeId, NodeSeen]) -> ReplicaView:
+    """With the warning that its node is not there to look after it. What was said of it last is shown all the same: it
+    goes on without its daemon, and mostly also without its host's network."""
+    node = seen.get(replica.assignment.node) if replica.assignment is not None else None
+    if node is None:
+        return view
+    code = _CODE_OF_NODE.get(node.state)
+    if code is None:
+        return replace(view, is_verified=node.is_verified)
+    warning = Reason(code=code, text=f"{view.node}, where it is, is {node.state}: {node.reason}")
+    return replace(view, is_verified=node.is_verified, warning=with_hint(warning, job.name))
 
 
 def _with_status(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:

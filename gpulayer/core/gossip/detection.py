@@ -271,7 +271,7 @@ class Detection:
     def send_failed(self, address: Address, now: Instant) -> None:
         for member in self._live_at(address):
             for round_ in self.probes.with_packets_to(member.id):
-                round_.failed = min(round_.failed + 1, round_.sent)
+                round_.failed.add(address)
                 if not round_.is_indirect and round_.target == member.run:
                     self._ask_around(round_, now)  # a failed step; nothing is gained by waiting
 

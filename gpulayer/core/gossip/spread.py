@@ -95,6 +95,8 @@ class Spread:
     def pack(self, room: int, members: int, now: Instant, without: tuple[Message, ...] = ()) -> list[Rumour]:
         """Rumours for one packet with `room` bytes left, the least told first; they count as told. `members`: the live
         ones. `without`: what the packet holds already."""
+        if not self._items:
+            return []
         picked: list[tuple[_Key, _Item]] = []
         misfits = 0
         for tier in self._tiers:

@@ -1,13 +1,13 @@
-"""Which job or replica somebody means."""
+"""Which job, replica or node somebody means."""
 
 from __future__ import annotations
 
 import pytest
 
 from gpulayer.core.cluster.commands import StopJob
-from gpulayer.core.cluster.resolve import resolve_job, resolve_job_or_replica, resolve_replica
+from gpulayer.core.cluster.resolve import resolve_job, resolve_job_or_replica, resolve_node, resolve_replica
 from gpulayer.model.errors import InvalidRequest, NotFound
-from gpulayer.model.ids import JobId
+from gpulayer.model.ids import JobId, NodeId
 from tests.core.cluster.states import CANCELLED, Cluster, service, submit
 
 
@@ -75,3 +75,22 @@ def test_a_replica_is_a_job_and_an_index() -> None:
     with pytest.raises(NotFound, match="no replica 3") as caught:
         resolve_replica(state, "web.3")
     assert caught.value.hint == "it has replicas 0 to 2"
+
+
+NODES = {NodeId("n-a1"): "gpu1", NodeId("n-a2"): "gpu2", NodeId("n-b1"): "n-a1"}
+
+
+@pytest.mark.parametrize(("text", "node"), [("gpu1", "n-a1"), ("n-a2", "n-a2"), ("n-a1", "n-b1"), ("n-b", "n-b1")])
+def test_a_nodes_name_beats_an_id_beats_a_prefix(text: str, node: str) -> None:
+    assert resolve_node(NODES, text) == node
+
+
+def test_an_ambiguous_node_names_the_candidates() -> None:
+    with pytest.raises(InvalidRequest, match=r"'gpu' may be 2 nodes: gpu1 \(n-a1\), gpu2 \(n-a2\)"):
+        resolve_node(NODES, "gpu")
+
+
+def test_an_unknown_node_names_near_ones() -> None:
+    with pytest.raises(NotFound) as raised:
+        resolve_node(NODES, "gpu7")
+    assert "gpu1" in raised.value.hint

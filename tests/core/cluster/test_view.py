@@ -14,9 +14,10 @@ from gpulayer.core.cluster.hints import HINTS, beside_explanation, hint_for, wit
 from gpulayer.core.cluster.view import JOB_STATES, JobView, job_view
 from gpulayer.core.placement.plan import waiting_reasons
 from gpulayer.model.cluster import ClusterState
-from gpulayer.model.ids import AttemptId, JobId, ReplicaId
+from gpulayer.model.ids import AttemptId, JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec
 from gpulayer.model.replica import REASON_CODES, Endpoint, Exit, Outcome, Reason, ReplicaStatus
+from gpulayer.model.seen import NodeSeen, NodeState
 from tests.core.cluster.states import (
     CANCELLED,
     Cluster,
@@ -242,3 +243,48 @@ def test_every_state_but_a_good_one_has_a_reason_with_a_remedy(state: ClusterSta
                 assert one.reason is not None, one
                 assert one.reason.code in REASON_CODES
                 assert one.reason.hint
+
+
+def seen_as(state: NodeState, *, is_stale: bool = False) -> dict[NodeId, NodeSeen]:
+    reason = "" if state == "alive" else "nothing of it has answered for 42s"
+    node = NodeSeen(
+        id=NodeId("n-n1"), name="n1", state=state, reason=reason, age_seconds=42.0, facts=None, is_stale=is_stale
+    )
+    return {node.id: node}
+
+
+def view_of_one(seen: Mapping[NodeId, NodeSeen], *statuses: ReplicaStatus) -> JobView:
+    cluster = placed(service(), nodes=1)
+    names = {NodeId("n-n1"): "n1"}
+    found = {status.attempt: status for status in statuses}
+    return job_view(cluster.job(), found, {}, node_names=names, seen=seen, now_utc=1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "is_verified"),
+    [("suspect", "node_suspect", True), ("unsupervised", "node_unsupervised", False), ("silent", "node_silent", False)],
+)
+def test_a_replica_says_for_how_long_its_node_is_away(state: NodeState, code: str, is_verified: bool) -> None:
+    endpoint = Endpoint(address="127.0.0.1", port=20000)
+    found = view_of_one(seen_as(state), says(0, "ready", endpoint=endpoint))
+    (replica,) = found.replicas
+    assert (found.state, replica.state, replica.endpoint) == ("running", "ready", endpoint)
+    assert replica.is_verified == is_verified
+    assert replica.warning is not None
+    assert (replica.warning.code, code in REASON_CODES) == (code, True)
+    assert replica.warning.text == f"n1, where it is, is {state}: nothing of it has answered for 42s"
+    assert replica.warning.hint
+
+
+def test_a_node_that_is_there_again_and_has_not_said_yet_what_it_runs_verifies_nothing() -> None:
+    (replica,) = view_of_one(seen_as("alive", is_stale=True), says(0, "ready")).replicas
+    assert (replica.warning, replica.is_verified) == (None, False)
+    (replica,) = view_of_one(seen_as("alive"), says(0, "ready")).replicas
+    assert (replica.warning, replica.is_verified) == (None, True)
+
+
+def test_a_replica_that_waits_is_on_no_node_that_could_be_away() -> None:
+    cluster = Cluster()
+    cluster.do(submit(service(), "j-web"))
+    found = job_view(cluster.job(), {}, {}, node_names={}, seen=seen_as("silent"), now_utc=1.0)
+    assert found.replicas[0].warning is None

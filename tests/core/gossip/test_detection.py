@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpulayer.core.gossip.messages import Dead, Left, MemberChanged, Ping, Received, Suspect, SyncMembers, Vouch, Warned
+from gpulayer.core.gossip.messages import Dead, Left, MemberChanged, Ping, Received, Suspect, SyncMembers, Warned
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import IMPAIRED, Run
@@ -62,7 +62,7 @@ def test_one_member_that_is_refused_buries_nobody() -> None:
     assert net.run_until(net.is_settled, 10) < 10
 
 
-def DatagramRefusedAt(host: Host) -> object:  # noqa: N802 - reads as the event that it makes
+def DatagramRefusedAt(host: Host) -> object:
     from gpulayer.core.gossip.messages import DatagramRefused
 
     return DatagramRefused(address=host.address)
@@ -190,6 +190,23 @@ def test_a_host_that_cannot_send_accuses_nobody() -> None:
     assert own_deaths == []
     assert net.all_see(broken.id, "dead")
     assert [effect.code for _, effect in broken.others if isinstance(effect, Warned)] == ["cannot_send"]
+
+
+def test_a_host_that_cannot_send_to_some_accuses_those_and_not_itself() -> None:
+    """A route that is gone, or a rule of its own firewall, towards half of the members. Each packet to one of them
+    fails, those of gossip too, and more of these than a round of probes has packets."""
+    net = Net(13)
+    hosts = net.start(4)
+    here, there = hosts[:2], hosts[2:]
+    net.is_cut = lambda a, b, kind: (a in here) != (b in here)
+    for _ in range(250):
+        for sides in ((here, there), (there, here)):
+            for host in sides[0]:
+                for other in sides[1]:
+                    net.fail_to_send(host, other.address)
+        net.run(0.1)
+    assert all(host.member(other.id).state == "dead" for host in here for other in there)
+    assert [effect for host in hosts for _, effect in host.others if isinstance(effect, Warned)] == []
 
 
 def test_a_member_that_only_some_hear_is_kept_by_their_word_and_marked() -> None:

@@ -42,7 +42,7 @@ class NodeStock:
 
     @property
     def is_here(self) -> bool:
-        """Whether its parts can be had now. A suspected node gets nothing new either (core/placement)."""
+        """Whether its parts can be had now. A suspected node gets nothing new either (fit.py)."""
         return self.seen.state == "alive"
 
     @property
