@@ -232,7 +232,6 @@ def test_a_wrong_job_file_is_refused_with_its_line(daemon_of_all: Daemon) -> Non
         ("[[accelerators]]\nkind='cuda'\nmodel='A'\nmemory='lots'", "memory"),
         ("[[accelerators]]\nkind='tpu'\nmodel='A'\nmemory='1GiB'", "kind"),
         ("api_port = 'high'", "api_port"),
-        ("bind = '0.0.0.0'", "TLS"),
         ("this is not toml", "TOML"),
         ("[supervision]\nservice_ports = '1-2'", "service_ports"),
     ],
@@ -315,9 +314,9 @@ def test_a_read_only_or_full_place_is_refused_with_its_cause(make_daemon: Daemon
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_bind_that_would_need_tls_is_refused(make_daemon: DaemonMaker) -> None:
+def test_an_address_that_no_other_host_can_reach_is_not_advertised(make_daemon: DaemonMaker) -> None:
     daemon = make_daemon()
-    assert "loopback" in refused_start(daemon, "--bind", "0.0.0.0")
+    assert "no other host can reach 127.0.0.1" in refused_start(daemon, "--bind", "0.0.0.0", "--advertise", "127.0.0.1")
     assert not daemon.data_dir.exists()
 
 
