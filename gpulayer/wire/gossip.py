@@ -31,6 +31,7 @@ from gpulayer.core.gossip.messages import (
     Left,
     Message,
     Nack,
+    Newer,
     Ping,
     PingRequest,
     Pull,
@@ -62,6 +63,7 @@ KINDS: dict[int, type] = {
     12: SyncBuckets,
     13: SyncDigests,
     14: SyncMembers,
+    15: Newer,
 }
 HEAD_BYTES = 3
 """What a payload takes beside its messages: encode() gives HEAD_BYTES + the size_of() of each."""

@@ -19,11 +19,11 @@ from gpulayer.core.gossip.messages import (
     MemberChanged,
     MemberForgotten,
     Message,
+    Newer,
     Received,
     SendDatagram,
     SendFrame,
     SetOwn,
-    Vouch,
 )
 
 from gpulayer.core.gossip.messages import Alive, Left, Suspect  # isort: skip
@@ -261,7 +261,7 @@ class Checks:
         for message in messages:
             if isinstance(message, Alive) and message.run == process.run:
                 continue  # an answer to whoever accuses it: as many as there are accusations
-            if isinstance(message, Alive | Suspect | Dead | Left | Vouch):
+            if isinstance(message, Alive | Suspect | Dead | Left | Newer):  # a vouch is said anew while it lasts
                 key = (process, message, int(self.cluster.now / RUMOUR_LIFE))
                 self._sends[key] = count = self._sends.get(key, 0) + 1
                 size = len(self.cluster.hosts)

@@ -53,7 +53,7 @@ def process_of(host: Host) -> Process:
 # --- coming together --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 16, 64])
+@pytest.mark.parametrize("size", [2, 3, 16, 50])
 def test_all_started_together_know_all_within_a_few_seconds(size: int) -> None:
     cluster = Cluster(size, size, checks=Checks())
     cluster.start_all()
@@ -89,10 +89,10 @@ def test_a_host_whose_seeds_do_not_answer_yet_joins_soon_after_they_do() -> None
 
 
 def test_most_of_a_large_cluster_restarts_and_every_pair_sees_each_other_alive() -> None:
-    # Three seeds give eighty tables of a hundred members each within seconds.
-    cluster = settled(4, 100, checks=Checks(bytes_per_second_max=200_000))
+    # Three seeds give fifty tables of sixty members each within seconds.
+    cluster = settled(4, 60, checks=Checks(bytes_per_second_max=200_000))
     chance = cluster.stream("restarts")
-    restarted = chance.sample(cluster.hosts, 80)
+    restarted = chance.sample(cluster.hosts, 48)
     for host in restarted:
         cluster.timeline.after(chance.random() * 8.0, cluster.kill, host)
     for host in restarted:
@@ -232,7 +232,7 @@ def test_leaving_is_acknowledged_within_the_time_for_it_also_with_losses() -> No
 
 
 def test_all_but_a_few_leave_and_start_again_at_once() -> None:
-    cluster = settled(13, 60)
+    cluster = settled(13, 40)
     for host in cluster.hosts[5:]:
         cluster.leave(host)
     cluster.run(cluster.profile.leave_timeout + 0.5)
@@ -333,7 +333,9 @@ def test_a_node_that_is_heard_and_hears_nobody_is_doubted_and_not_buried() -> No
     assert cluster.checks is not None
     cluster.checks.deaf.add(4)
     deaf.begin(cluster)
-    cluster.run(30.0)  # later it holds the others for dead, and asks nobody any more
+    for number in range(100):
+        process_of(host).set_own({"r/0": str(number).encode()})  # it has something to tell, and so is heard
+        cluster.run(0.3)
     assert opinions.of(host.disk.node, "suspect")
     assert opinions.of(host.disk.node, "dead") == [], opinions.told(opinions.deaths())
 
@@ -465,9 +467,9 @@ def test_a_healed_partition_becomes_one_view_by_itself(seconds: float, side: tup
 
 
 def test_a_large_cluster_cut_in_half_becomes_one_view() -> None:
-    cluster = settled(29, 60)
+    cluster = settled(29, 40)
     excuse_all(cluster, 180.0)
-    cut = cut_off(cluster, *range(30))
+    cut = cut_off(cluster, *range(20))
     cluster.run(60.0)
     cut.end(cluster)
     cluster.settle(15.0)
@@ -557,7 +559,7 @@ def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
 
 
 def test_a_node_that_joins_many_large_records_has_them_all_soon() -> None:
-    cluster = settled(37, 60)
+    cluster = settled(37, 40)
     for host in cluster.hosts:
         process_of(host).set_own({"r/0": host.name.encode() * 2000})
     cluster.settle(20.0)
@@ -567,7 +569,7 @@ def test_a_node_that_joins_many_large_records_has_them_all_soon() -> None:
 
 
 def test_no_packet_is_too_large_in_a_cluster_with_a_large_table() -> None:
-    cluster = settled(38, 150)
+    cluster = settled(38, 70)
     for host in cluster.hosts[:50]:
         process_of(host).set_own({"r/0": b"x" * 500})
     excuse_all(cluster, 60.0)

@@ -22,6 +22,7 @@ from gpulayer.core.gossip.messages import (
     Entry,
     Message,
     Nack,
+    Newer,
     Ping,
     PingRequest,
     Pull,
@@ -123,6 +124,9 @@ def test_the_bytes_of_a_message_stay_what_they_are() -> None:
     )
     assert encode([Delta(node=NODE, epoch=1, gc_version=0, from_version=0, to_version=2)]).hex() == (
         "990001860a4800112233445566ff01000002"
+    )
+    assert encode([Newer(node=NODE, epoch=1, gc_version=2, version=300)]).hex() == (
+        "990001850f4800112233445566ff010219012c"
     )
 
 

@@ -16,6 +16,7 @@ from gpulayer.core.gossip.messages import (
     Delta,
     Digest,
     Message,
+    Newer,
     Pull,
     RecordChanged,
     SyncBuckets,
@@ -31,8 +32,9 @@ from gpulayer.model.address import Address
 from gpulayer.model.ids import NodeId
 from gpulayer.model.units import NEVER, Instant
 
-# A pull is asked again after so long, doubling; then the next comparison of tables has to find the difference.
-PULL_RETRY = 0.5
+# A pull is asked again after so long, doubling; then the next comparison of tables has to find the difference. Of the
+# hundreds of pulls that a change causes in a large cluster some are lost, and the last one is when it is everywhere.
+PULL_RETRY = 0.25
 PULL_TRIES_MAX = 6
 # Pulls that leave in one step; the rest wait a moment, for the answers.
 PULLS_PER_STEP = 64
@@ -121,7 +123,7 @@ class Copies:
             longer = self._records.deltas(own.id, base, FRAME_ROOM)
             deltas = longer if self._rides_along(longer) else deltas
         if self._rides_along(deltas):
-            self._spread.add(deltas[0], now, is_urgent=False)
+            self._spread.add(deltas[0], now, is_urgent=False, times=self._profile.delta_owner_transmissions)
 
     def outbid(self, version: tuple[int, int], now: Instant) -> None:
         """Somebody has a record of our run that is newer than ours."""
@@ -130,12 +132,19 @@ class Copies:
 
     def _tell_own_version(self, now: Instant) -> None:
         self._members.hear_own_version(self._records.own_version)
-        self._spread.add(self._members.word_of(self._members.own.id), now, is_urgent=False)
+        self._spread.add(self._members.newer_of(self._members.own.id), now, is_urgent=False)
 
     def _rides_along(self, deltas: Sequence[Delta]) -> bool:
         return len(deltas) == 1 and self._outbox.fits(deltas[0], self._profile.delta_bytes_max)
 
     # --- others' ------------------------------------------------------------------------------------------------------
+
+    def hear_newer(self, newer: Newer, source: NodeId, now: Instant) -> None:
+        version = newer.gc_version, newer.version
+        if newer.node != self._members.own.id:
+            self.hear_version(newer.node, newer.epoch, version, source, now)
+        elif newer.epoch == self._members.own.run.epoch:
+            self.outbid(version, now)
 
     def hear_version(self, node: NodeId, epoch: int, version: tuple[int, int], source: NodeId, now: Instant) -> None:
         """`source` says how far the record of a member is."""
@@ -164,7 +173,7 @@ class Copies:
         if applied.changed or applied.is_new_run:
             self._outbox.do(RecordChanged(node=delta.node, keys=applied.changed, is_complete=applied.is_complete))
             if not (delta.reset or was_asked) and self._rides_along([delta]):
-                self._spread.add(delta, now, is_urgent=False)
+                self._spread.add(delta, now, is_urgent=False, times=self._profile.delta_transmissions)
         pull = self._pulls.get(delta.node)
         if applied.wanted is not None and pull is None:
             self._pulls[delta.node] = _Pull(source, Instant(now + self._jitter(delta.node, source)))
@@ -186,8 +195,8 @@ class Copies:
         self._pulls.pop(node, None)
         if node in self._untold:
             self._untold.discard(node)
-            if self._members.is_live(node) and not self._members.is_provisional(node):
-                self._spread.add(self._members.word_of(node), now, is_urgent=False)
+            if self._members.is_live(node):
+                self._spread.add(self._members.newer_of(node), now, is_urgent=False)
 
     def _jitter(self, node: NodeId, source: NodeId) -> float:
         """An owner may be asked by all at once; who passes it on is asked by a few."""

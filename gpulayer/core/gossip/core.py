@@ -39,6 +39,7 @@ from gpulayer.core.gossip.messages import (
     MemberChanged,
     Message,
     Nack,
+    Newer,
     Ping,
     PingRequest,
     Pull,
@@ -318,7 +319,7 @@ class Gossip:
         self._heard(source, at, now)
         joined = 0
         for message in event.messages:
-            if isinstance(message, Alive | Delta):
+            if isinstance(message, Alive | Delta | Newer):
                 self._spread.heard_again(message, self._members.count)
             if at is not None and isinstance(message, Alive) and self._members.get(message.run.node) is None:
                 joined += 1
@@ -360,6 +361,8 @@ class Gossip:
                 self._detection.hear_vouch(message, source, now)
             case Delta():
                 self._copies.hear_delta(message, source.node, now)
+            case Newer():
+                self._copies.hear_newer(message, source.node, now)
             case Pull():
                 self._copies.hear_pull(message, source.node, at, now)
             case SyncBuckets():

@@ -244,14 +244,21 @@ class Detection:
         """A packet or frame of its present run came directly from it."""
         self._members.heard(node, now)
         suspicion = self._suspicions.get(node)
-        if suspicion is not None and self._hear_vouch(node, self._members.own.id, now, is_direct=True):
-            vouch = Vouch(
-                node=node,
-                epoch=suspicion.run.epoch,
-                incarnation=suspicion.incarnation,
-                witness=self._members.own.id,
-            )
-            self._spread.add(vouch, now)
+        if suspicion is None:
+            return
+        is_refused = bool(suspicion.refused)
+        if not self._hear_vouch(node, self._members.own.id, now, is_direct=True):
+            return
+        vouch = Vouch(
+            node=node,
+            epoch=suspicion.run.epoch,
+            incarnation=suspicion.incarnation,
+            witness=self._members.own.id,
+        )
+        self._spread.add(vouch, now)
+        if is_refused:
+            # The grace of refusals may be over before gossip is due again.
+            self._outbox.gossip(now, without=(node,))
 
     # --- refusals ---------------------------------------------------------------------------------------------------
 

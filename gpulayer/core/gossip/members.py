@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum, auto
 
-from gpulayer.core.gossip.messages import Alive, Dead, Left, Suspect
+from gpulayer.core.gossip.messages import Alive, Dead, Left, Newer, Suspect
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import DeathCause, Member
@@ -114,6 +114,12 @@ class Members:
         if (word.gc_version, word.version) != member.version:
             word = self._words[node] = replace(word, gc_version=member.version[0], version=member.version[1])
         return word
+
+    def newer_of(self, node: NodeId) -> Newer:
+        """How far its record is."""
+        member = self._members[node]
+        gc_version, version = member.version
+        return Newer(node=node, epoch=member.run.epoch, gc_version=gc_version, version=version)
 
     def is_live(self, node: NodeId) -> bool:
         return node in self._live

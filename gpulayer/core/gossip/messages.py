@@ -151,6 +151,16 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Newer:
+    """The record of this run is at (gc_version, version): what an Alive says of it too, at a quarter of the bytes."""
+
+    node: NodeId
+    epoch: int
+    gc_version: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
     """Send me what you have of this node's record above `have` (gc_version, max_version; (0, 0): nothing)."""
 
@@ -201,7 +211,7 @@ class SyncMembers:
     members: tuple[tuple[Alive, MemberState, DeathCause | None], ...]
 
 
-Rumour: TypeAlias = Alive | Suspect | Dead | Left | Vouch | Delta
+Rumour: TypeAlias = Alive | Suspect | Dead | Left | Vouch | Delta | Newer
 Message: TypeAlias = Ping | Ack | PingRequest | Nack | Rumour | Pull | SyncBuckets | SyncDigests | SyncMembers
 
 

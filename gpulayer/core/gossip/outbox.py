@@ -110,9 +110,9 @@ class Outbox:
     def fits(self, message: Message, bytes_max: int) -> bool:
         return self._size_of(message) <= min(bytes_max, self._room)
 
-    def gossip(self, now: Instant) -> None:
+    def gossip(self, now: Instant, without: Collection[NodeId] = ()) -> None:
         """Rumours to a few live members, for their own sake."""
-        for node in self.some_live(self._profile.gossip_fanout):
+        for node in self.some_live(self._profile.gossip_fanout, without):
             if not self._spread.is_pressing:
                 return
             if node in self.over_stream:

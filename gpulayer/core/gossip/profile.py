@@ -10,11 +10,13 @@ from dataclasses import dataclass
 class Profile:
     """Seconds, unless a name says otherwise. The defaults are for a local network."""
 
-    probe_interval: float = 0.5
-    """One round; multiplied by local health score + 1."""
+    probe_interval: float = 0.4
+    """One round; multiplied by local health score + 1. When somebody begins to probe a given member is exponential with
+    this mean at any N: one in a hundred waits for 4.6 of it, and for one more until that has failed (SWIM §3.1)."""
     probe_jitter: float = 0.1
     """± this part of the interval."""
     direct_timeout: float = 0.2
+    """What is left of the round is for the relays and the stream."""
     relays: int = 3
     nack_part: float = 0.8
     """Of the indirect window; after this part of it a relay says that it heard nothing."""
@@ -22,8 +24,10 @@ class Profile:
     gossip_fanout: int = 3
     transmit_factor: int = 6
     """A rumour is sent at most this · ceil(log10(N + 1)) times."""
-    delta_transmit_factor: int = 1
-    """Of a small change that rides along; whoever misses it hears of its version and pulls."""
+    delta_transmissions: int = 1
+    """Of a small change that rides along, at any N: whom it misses hears of its version, and pulls."""
+    delta_owner_transmissions: int = 3
+    """By its owner: so many chains begin."""
     suspicion_min: float = 3.0
     suspicion_per_log10: float = 1.5
     suspicion_max_factor: float = 6.0
@@ -77,6 +81,3 @@ class Profile:
 
     def transmissions(self, members: int) -> int:
         return self.transmit_factor * math.ceil(math.log10(members + 1))
-
-    def delta_transmissions(self, members: int) -> int:
-        return max(1, self.delta_transmit_factor * math.ceil(math.log10(members + 1)))

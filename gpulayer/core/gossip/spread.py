@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpulayer.core.gossip.messages import Alive, Dead, Delta, Left, Message, Rumour, Suspect, Vouch
+from gpulayer.core.gossip.messages import Alive, Dead, Delta, Left, Message, Newer, Rumour, Suspect, Vouch
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.ids import NodeId
 from gpulayer.model.units import NEVER, Instant
@@ -37,6 +37,8 @@ class _Item:
     told: int
     """Times."""
     is_urgent: bool
+    times: int
+    """At most; 0: as often as the number of members asks for."""
     expires: Instant
 
 
@@ -61,8 +63,9 @@ class Spread:
         """Whether packets should be sent for the sake of rumours alone."""
         return bool(self._fresh)
 
-    def add(self, rumour: Rumour, now: Instant, *, is_urgent: bool = True) -> None:
-        """Tell it; what it overtakes is told no more. The caller has judged that it is news."""
+    def add(self, rumour: Rumour, now: Instant, *, is_urgent: bool = True, times: int = 0) -> None:
+        """Tell it, `times` at most (0: as often as the number of members asks for); what it overtakes is told no more.
+        The caller has judged that it is news."""
         key = _key(rumour)
         for other in list(self._subjects.get(key[0], ())):
             if other == key or _overtakes(rumour, self._items[other].message):
@@ -70,7 +73,7 @@ class Spread:
         if len(self._items) >= RUMOURS_MAX:
             self._remove(next(iter(next(tier for tier in reversed(self._tiers) if tier))))
         expires = Instant(now + VOUCH_LIFE) if isinstance(rumour, Vouch) else NEVER
-        self._items[key] = _Item(rumour, self._size_of(rumour), 0, is_urgent, expires)
+        self._items[key] = _Item(rumour, self._size_of(rumour), 0, is_urgent, times, expires)
         self._tiers[0][key] = None
         self._subjects.setdefault(key[0], set()).add(key)
         self._fresh.add(key)
@@ -136,9 +139,7 @@ class Spread:
             self._fresh.discard(key)
 
     def _limit(self, item: _Item, members: int) -> int:
-        if isinstance(item.message, Delta):
-            return self._profile.delta_transmissions(members)
-        return max(1, self._profile.transmissions(members))
+        return item.times or max(1, self._profile.transmissions(members))
 
     def _remove(self, key: _Key) -> None:
         item = self._items.pop(key)
@@ -164,8 +165,11 @@ def _key(rumour: Rumour) -> _Key:
 
 
 def _overtakes(new: Rumour, old: Rumour) -> bool:
-    """SWIM §4.2: what is newer about a member makes the older untrue; a record is another matter."""
-    if isinstance(new, Delta) or isinstance(old, Delta):
+    """SWIM §4.2: what is newer about a member makes the older untrue. Its record is another matter, though how far that
+    is an Alive says, too."""
+    if isinstance(old, Newer):
+        return isinstance(new, Alive) and _version(old) <= _version(new)
+    if isinstance(new, Delta | Newer) or isinstance(old, Delta):
         return False
     match new:
         case Alive():
@@ -180,6 +184,11 @@ def _overtakes(new: Rumour, old: Rumour) -> bool:
             return True
         case Vouch():
             return False
+
+
+def _version(rumour: Alive | Newer) -> tuple[int, int, int]:
+    epoch = rumour.run.epoch if isinstance(rumour, Alive) else rumour.epoch
+    return epoch, rumour.gc_version, rumour.version
 
 
 def _order(rumour: Alive | Suspect | Dead | Left | Vouch) -> tuple[int, int]:

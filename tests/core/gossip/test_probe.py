@@ -79,9 +79,9 @@ def test_a_relay_says_in_time_that_it_has_heard_nothing() -> None:
     turns = probes()
     relayed = turns.relay(Run(N[1], 1, 1), 5, N[2], 1, NOW)
     assert relayed is not None
-    assert abs(relayed.nack_at - (NOW + 0.8 * 0.3)) < 1e-9
-    assert turns.take_unanswered(Instant(NOW + 0.23)) == []
-    assert turns.take_unanswered(Instant(NOW + 0.25)) == [relayed]
+    assert abs(relayed.nack_at - (NOW + 0.8 * 0.2)) < 1e-9
+    assert turns.take_unanswered(Instant(NOW + 0.15)) == []
+    assert turns.take_unanswered(Instant(NOW + 0.17)) == [relayed]
 
 
 def test_only_the_one_that_was_asked_about_answers_a_relayed_question() -> None:

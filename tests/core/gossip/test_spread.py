@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpulayer.core.gossip.messages import Alive, Dead, Delta, Message, Suspect, Vouch
+from gpulayer.core.gossip.messages import Alive, Dead, Delta, Message, Newer, Suspect, Vouch
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.core.gossip.spread import RUMOURS_MAX, VOUCH_LIFE, Spread
 from gpulayer.model.address import Address
@@ -33,6 +33,10 @@ def suspect(incarnation: int = 0, reporter: NodeId = A) -> Suspect:
 
 def dead(incarnation: int = 0) -> Dead:
     return Dead(node=B, epoch=1, incarnation=incarnation, cause="silent", reporter=A)
+
+
+def newer(version: int, epoch: int = 1) -> Newer:
+    return Newer(node=B, epoch=epoch, gc_version=0, version=version)
 
 
 def told(queue: Spread, members: int = 16, room: int = 1000) -> list[Message]:
@@ -92,6 +96,37 @@ def test_that_a_record_moved_does_not_end_an_accusation() -> None:
     queue.add(suspect(0), NOW)
     queue.add(alive(0, version=3), NOW)
     assert suspect(0) in told(queue)
+
+
+def test_that_a_record_moved_is_said_apart_from_life_and_death() -> None:
+    queue = spread()
+    queue.add(newer(3), NOW)
+    queue.add(suspect(0), NOW)
+    assert set(told(queue)) == {newer(3), suspect(0)}
+    queue.add(dead(0), NOW)
+    assert set(told(queue)) == {newer(3), dead(0)}
+
+
+def test_how_far_a_record_is_is_said_once_and_as_far_as_is_known() -> None:
+    queue = spread()
+    queue.add(newer(3), NOW)
+    queue.add(newer(4), NOW)
+    assert told(queue) == [newer(4)]
+    queue.add(alive(1, version=3), NOW)
+    assert set(told(queue)) == {newer(4), alive(1, version=3)}
+    queue.add(alive(2, version=4), NOW)
+    assert told(queue) == [alive(2, version=4)]
+    queue.add(newer(9, epoch=0), NOW)
+    queue.add(alive(3, version=1), NOW)
+    assert told(queue) == [alive(3, version=1)]
+    queue.check()
+
+
+def test_a_rumour_may_be_given_a_bound_of_its_own() -> None:
+    queue = spread()
+    queue.add(newer(3), NOW, is_urgent=False, times=2)
+    assert [told(queue), told(queue), told(queue)] == [[newer(3)], [newer(3)], []]
+    assert not queue.is_pressing
 
 
 def test_each_reporter_of_a_suspicion_is_told_of() -> None:
