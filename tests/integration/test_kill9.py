@@ -123,7 +123,10 @@ def test_a_daemon_killed_at_random_moments_loses_nothing_that_it_acknowledged(
     customer = Customer(daemon, Random(rng.random()))
     customer.start()
     try:
-        for _ in range(KILLS):
+        for number in range(3 * KILLS):
+            # On a slow machine most die before they took anything.
+            if number >= KILLS and len(customer.jobs) > KILLS / 2:
+                break
             # From the middle of its start to a second of work.
             time.sleep(rng.uniform(0.1, 1.8))
             daemon.kill9()

@@ -137,7 +137,7 @@ def test_a_device_that_is_well_again_while_the_disk_was_full_is_used_when_there_
     wait_for(lambda: daemon.request("POST", "/v1/jobs", {"command": ["true"]})[0] == 507, 20)
     nvml.well(0)
     wait_for(lambda: daemon.call("GET", "/v1/nodes")[0]["devices"][0]["unhealthy"] is None, 20)
-    wait_for(lambda: "node.change_not_committed" in daemon.log_tail(), 20)
+    wait_for(lambda: "plan.not_committed" in daemon.log_tail(1000), 20)
     filler.unlink()
     assert daemon.wait_ended(waiting, 40)["state"] == "succeeded"
 

@@ -1004,7 +1004,8 @@ def test_many_processes_never_hold_the_same_part_of_a_device_at_once(place: Path
     dropped = {each["hold"] for each in told if each["op"] == "drop"}
     for each in told:
         if each["op"] == "take" and each["hold"] not in dropped and each["pid"] in killed:
-            told = [*told, {"at": killed[each["pid"]], "op": "drop", "hold": each["hold"]}]
+            # It may have taken one more between our look at the clock and its end.
+            told = [*told, {"at": max(killed[each["pid"]], each["at"]), "op": "drop", "hold": each["hold"]}]
     check_history(sorted(told, key=lambda each: int(each["at"])), seed)
     counts = {op: sum(each["op"] == op for each in told) for op in ("take", "drop", "refused", "done")}
     assert counts["take"] == counts["drop"] > 200, (counts, seed)
