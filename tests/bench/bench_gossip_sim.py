@@ -188,7 +188,8 @@ def hours(size: int, seconds: float, seed: int, loss: float, is_stressed: bool) 
         while cluster.now < began_at + seconds:
             if is_stressed:
                 for host in cluster.hosts[size // 10 : size // 5]:
-                    cluster.timeline.after(chance.random() * 10.0, cluster.pause, host, chance.uniform(0.5, 2.5))
+                    # Two that touch would be one longer than a node is to be forgiven.
+                    cluster.timeline.after(chance.uniform(0.0, 6.5), cluster.pause, host, chance.uniform(0.5, 2.5))
             cluster.run(10.0)
         node_seconds = (cluster.now - began_at) * size
         suspicions = sum(opinion.state == "suspect" for opinion in opinions.all)

@@ -12,21 +12,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpulayer.core.gossip.messages import (
+    Alive,
     Dead,
     Delta,
     GossipEffect,
     GossipEvent,
+    Left,
     MemberChanged,
     MemberForgotten,
     Message,
     Newer,
+    Ping,
     Received,
     SendDatagram,
-    SendFrame,
     SetOwn,
+    Suspect,
+    Vouch,
 )
-
-from gpulayer.core.gossip.messages import Alive, Left, Suspect  # isort: skip
+from gpulayer.core.gossip.suspicion import VOUCH_ECHO, VOUCH_INTERVAL
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import Member, Run
 from gpulayer.model.record import RECORD_BYTES_MAX
@@ -46,7 +49,7 @@ AFTER_PAUSE = 0.5
 BUDGET_WINDOW = 20
 BYTES_PER_SECOND_MAX = 150_000
 PACKETS_PER_SECOND_MAX = 400
-# What is told again after so long is said anew (a vouch, mostly), not passed on still.
+# What is told again after so long is said anew, not passed on still.
 RUMOUR_LIFE = 20.0
 # A queue of rumours is about members and their records: not more than some for each.
 SENDS_PER_RUMOUR = 4
@@ -83,8 +86,6 @@ class Checks:
         self.excused_until: dict[int, float] = {}
         """Hosts that may be thought dead although they live, by index."""
         self.all_excused_until = 0.0
-        self.deaf: set[int] = set()
-        """Hosts that hear nobody, by index: what they think of others is not held against them."""
         self._cluster: Cluster | None = None
         self._owned: dict[Run, _Owned] = {}
         self._held: dict[Process, dict[NodeId, _Held]] = {}
@@ -92,6 +93,8 @@ class Checks:
         self._buried: set[tuple[Run, int]] = set()
         self._woken_at: dict[Process, float] = {}
         self._sends: dict[tuple[Process, Message, int], int] = {}
+        self._asked: dict[Process, int] = {}
+        """Packets and frames that a word of the receiver about itself answers."""
         self._looked_at: dict[tuple[Process, NodeId], tuple[Run, int, tuple[int, int]]] = {}
         self._spent: dict[int, deque[tuple[int, int]]] = {}
 
@@ -116,6 +119,8 @@ class Checks:
         if isinstance(event, SetOwn):
             self._note_own_values(process, event)
         self._note_own(process)
+        if isinstance(event, Received) and any(_asks_for_own_word(message, process) for message in event.messages):
+            self._asked[process] = self._asked.get(process, 0) + 1
         only_records = (
             isinstance(event, Received)
             and bool(event.messages)
@@ -127,10 +132,8 @@ class Checks:
                     self._changed(process, effect, only_records)
                 case MemberForgotten(node=node):
                     self._held.get(process, {}).pop(node, None)
-                case SendDatagram(messages=messages):
-                    self._sent(process, messages)
-                case SendFrame():
-                    pass
+                case SendDatagram(to=to, messages=messages):
+                    self._sent(process, to, messages)
 
     def injected(self, process: Process, data: bytes, opened: Opened) -> None:
         """What nobody sent just now is without effect and without an answer, save the question who is there."""
@@ -245,8 +248,6 @@ class Checks:
         if subject.process.departed is not None or subject.process.is_leaving:
             return
         now = cluster.timeline.now
-        if process.host.index in self.deaf:
-            return
         if now < self.all_excused_until or now < self.excused_until.get(subject.index, 0.0):
             return
         raise self._broken(
@@ -256,17 +257,28 @@ class Checks:
             f"{process} holds {subject.name} as dead ({after.cause})",
         )
 
-    def _sent(self, process: Process, messages: Sequence[Message]) -> None:
+    def _sent(self, process: Process, to: NodeId, messages: Sequence[Message]) -> None:
         """No rumour echoes: one node tells one rumour so many times and not more."""
+        size = len(self.cluster.hosts)
+        times = self.cluster.profile.transmissions(size)
         for message in messages:
+            if not isinstance(message, Alive | Suspect | Dead | Left | Newer | Vouch):
+                continue
+            most = SENDS_PER_RUMOUR * times + 8 * size
             if isinstance(message, Alive) and message.run == process.run:
-                continue  # an answer to whoever accuses it: as many as there are accusations
-            if isinstance(message, Alive | Suspect | Dead | Left | Newer):  # a vouch is said anew while it lasts
-                key = (process, message, int(self.cluster.now / RUMOUR_LIFE))
-                self._sends[key] = count = self._sends.get(key, 0) + 1
-                size = len(self.cluster.hosts)
-                if count > SENDS_PER_RUMOUR * self.cluster.profile.transmissions(size) + 8 * size:
-                    raise self._broken("a rumour dies out", process, None, f"told {count} times: {message}")
+                member = process.gossip.member(to)
+                if member is None or member.heard_at == 0.0:
+                    continue  # who has never heard of it is told who it is
+                # An answer to whoever accuses it, one for each such packet.
+                most += self._asked.get(process, 0)
+            elif isinstance(message, Vouch):
+                # It is said anew while it lasts.
+                sayings = RUMOUR_LIFE / (VOUCH_INTERVAL if message.witness == process.run.node else VOUCH_ECHO)
+                most += int(sayings) * times
+            key = (process, message, int(self.cluster.now / RUMOUR_LIFE))
+            self._sends[key] = count = self._sends.get(key, 0) + 1
+            if count > most:
+                raise self._broken("a rumour dies out", process, None, f"told {count} times: {message}")
 
     # --- once a second ------------------------------------------------------------------------------------------
 
@@ -354,6 +366,13 @@ class Checks:
             lines.append(f"what {process} remembers of {subject.name}:\n{cluster.history(process.host, subject)}")
         lines.append(f"the last that happened:\n{cluster.tail()}")
         return Broken("\n".join(lines))
+
+
+def _asks_for_own_word(message: Message, process: Process) -> bool:
+    """Whether it accuses the process, or means another that was there before."""
+    if isinstance(message, Suspect | Dead | Left):
+        return message.node == process.run.node
+    return isinstance(message, Ping) and (message.target, message.epoch) != (process.run.node, process.run.epoch)
 
 
 def _key(member: Member) -> tuple[Run, int, str]:

@@ -11,6 +11,7 @@ import pytest
 
 from gpulayer.core.gossip.core import Gossip
 from gpulayer.core.gossip.suspicion import Suspicions
+from gpulayer.core.gossip.words import Words
 from gpulayer.wire.replay import ReplayWindow
 from tests.sim import test_scenarios as stories
 
@@ -28,14 +29,14 @@ def test_without_the_late_wake_rule_a_machine_that_stood_still_accuses_others(mo
 
 
 def test_with_stale_incarnations_applied_an_old_word_of_death_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Gossip._hear_accusation
+    right = Words.hear_accusation
 
-    def wrong(self: Gossip, word, *rest) -> None:  # type: ignore[no-untyped-def]
-        member = self.member(word.node)
+    def wrong(self: Words, word, *rest) -> None:  # type: ignore[no-untyped-def]
+        member = self._members.get(word.node)
         held = 0 if member is None else member.incarnation
         right(self, replace(word, incarnation=max(word.incarnation, held)), *rest)
 
-    monkeypatch.setattr(Gossip, "_hear_accusation", wrong)
+    monkeypatch.setattr(Words, "hear_accusation", wrong)
     with pytest.raises(AssertionError, match="dead"):
         stories.test_a_word_of_death_about_a_lower_incarnation_is_not_believed()
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gpulayer.core.gossip.messages import Dead, Ping, SetSelf, Suspect
+from gpulayer.core.gossip.messages import Dead, Ping, SetRegistry, SetSelf, Suspect
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.address import Address
 from gpulayer.model.member import DUPLICATE, RESTARTING
@@ -316,13 +316,17 @@ def test_a_node_that_hears_nothing_but_can_send_does_not_bury_the_others() -> No
     assert cluster.checks is not None
     cluster.checks.excuse((4,), cluster.now + 330.0)
     deaf = Partition(at=0.0, sources=frozenset(set(range(12)) - {4}), targets=frozenset((4,)), is_one_way=True)
+    process = process_of(cluster.hosts[4])
     deaf.begin(cluster)
-    cluster.checks.deaf.add(4)
     cluster.run(300.0)
+    assert process.gossip.is_isolated
     deaf.end(cluster)
-    others = [death for death in opinions.deaths() if death.run.node != node and death.observer.run.node != node]
+    accused = [each for each in opinions.all if each.observer is process and each.state in ("suspect", "dead")]
+    assert accused == [], opinions.told(accused)
+    others = [death for death in opinions.deaths() if death.run.node != node]
     assert others == [], opinions.told(others)
     cluster.settle(15.0)
+    assert not process.gossip.is_isolated
 
 
 def test_a_node_that_is_heard_and_hears_nobody_is_doubted_and_not_buried() -> None:
@@ -330,8 +334,6 @@ def test_a_node_that_is_heard_and_hears_nobody_is_doubted_and_not_buried() -> No
     cluster = settled(52, 12)
     opinions, host = Opinions(cluster), cluster.hosts[4]
     deaf = Partition(at=0.0, sources=frozenset(set(range(12)) - {4}), targets=frozenset((4,)), is_one_way=True)
-    assert cluster.checks is not None
-    cluster.checks.deaf.add(4)
     deaf.begin(cluster)
     for number in range(100):
         process_of(host).set_own({"r/0": str(number).encode()})  # it has something to tell, and so is heard
@@ -418,7 +420,7 @@ def test_half_of_all_packets_lost_for_a_minute_buries_nobody() -> None:
 
 
 def test_steps_that_hold_the_loop_for_25_ms_bury_nobody() -> None:
-    cluster = settled(25, 30)
+    cluster = settled(25, 60)
     opinions, chance = Opinions(cluster), cluster.stream("stalls")
 
     def stall(host: Host) -> None:
@@ -462,6 +464,19 @@ def test_a_healed_partition_becomes_one_view_by_itself(seconds: float, side: tup
     excuse_all(cluster, seconds + 60.0)
     cut = cut_off(cluster, *side)
     cluster.run(seconds)
+    cut.end(cluster)
+    cluster.settle(15.0)
+
+
+@pytest.mark.parametrize(("size", "part"), [(4, 2), (5, 2), (6, 3), (20, 10)])
+def test_two_sides_of_a_cut_hold_each_other_dead_within_seconds(size: int, part: int) -> None:
+    cluster = settled(57, size)
+    excuse_all(cluster, 90.0)
+    cut = cut_off(cluster, *range(part))
+    one, other = cluster.hosts[:part], cluster.hosts[part:]
+    cluster.wait_for(
+        lambda: all(cluster.state(a, b) == cluster.state(b, a) == "dead" for a in one for b in other), 10.0
+    )
     cut.end(cluster)
     cluster.settle(15.0)
 
@@ -545,7 +560,7 @@ def test_the_record_of_a_dead_node_is_gone_everywhere_when_its_tombstone_is_over
 
 def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
     cluster = settled(36, 5, Profile(tombstone=20.0))
-    for _ in range(40):
+    for _ in range(400):
         host = cluster.add_host()
         cluster.start(host)
         cluster.run(1.5)
@@ -592,6 +607,58 @@ def test_two_live_runs_of_one_node_are_both_flagged_within_five_seconds() -> Non
         return all(process_of(host).gossip.own.flags & DUPLICATE for host in (original, clone))
 
     cluster.wait_for(both_are_flagged, 5.0)
+
+
+def test_two_hosts_with_one_address_are_both_flagged_and_nobody_else_is_suspected() -> None:
+    """Which of the two a packet or a connection reaches changes all the time."""
+    cluster = settled(56, 8)
+    opinions, host, twin = Opinions(cluster), cluster.hosts[5], cluster.add_host()
+    cluster.network.detach(twin)
+    twin.address = twin.seen_at = host.address
+    cluster.network.attach(twin)
+    cluster.start(twin)
+    pair = {host.disk.node, twin.disk.node}
+    others = [process_of(each) for each in cluster.hosts if each not in (host, twin)]
+
+    def all_others_have_flagged_both() -> bool:
+        members = [process.gossip.member(node) for process in others for node in pair]
+        return all(member is not None and member.flags & DUPLICATE for member in members)
+
+    cluster.wait_for(all_others_have_flagged_both, 60.0)
+    cluster.run(120.0)
+    assert opinions.deaths() == [], opinions.told(opinions.deaths())
+    wrong = [each for each in opinions.all if each.state == "suspect" and each.run.node not in pair]
+    assert wrong == [], opinions.told(wrong)
+    for process in others:
+        assert [warned.code for warned in process.warnings].count("duplicate_address") == 1
+
+
+def test_a_host_whose_disk_was_wiped_is_no_twin_of_its_former_self() -> None:
+    cluster = settled(58, 8, has_registry=False)
+    former = cluster.hosts[5].disk.node
+    cluster.wipe(cluster.hosts[5])
+    cluster.start(cluster.hosts[5])
+    deaths = Opinions(cluster)
+    cluster.wait_for(lambda: len({each.observer for each in deaths.of(former, "dead")}) >= 8, 30.0)
+    assert not any(process.warnings for process in cluster.processes())
+
+
+def test_a_node_that_was_let_go_and_starts_again_at_once_is_not_seen_for_a_moment() -> None:
+    """Its last words are heard for some seconds, and those are of the run that was known."""
+    cluster = settled(59, 6)
+    host = cluster.hosts[3]
+    assert cluster.registry is not None
+    rest = frozenset(cluster.registry - {host.disk.node})
+    opinions = Opinions(cluster)
+    for process in cluster.processes():
+        process.tell(SetRegistry(nodes=rest, parting=frozenset({host.disk.node})))
+    cluster.leave(host)
+    cluster.run(4.0)
+    assert cluster.everyone_holds(host, "left")
+    former = host.disk.epoch
+    cluster.start(host)
+    cluster.run(10.0)
+    assert {each.run.epoch for each in opinions.of(host.disk.node, "alive", "left")} == {former}
 
 
 def test_an_expelled_node_is_unknown_until_it_is_admitted_again_and_only_its_own_epoch_counts() -> None:

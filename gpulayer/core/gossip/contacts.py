@@ -1,8 +1,8 @@
 """Whom to look for that is not here, and which links are worth keeping.
 
-While no other member is known to be alive, every seed and everybody who was once here is called, with a growing delay.
-Otherwise, now and then and for ever, one of those who are gone or were never met: so a partition heals by itself,
-whatever it has cost both sides.
+While no other member is known to be alive, or none is heard, every seed and everybody who was once here is called, with
+a growing delay. Otherwise, now and then and for ever, one of those who are gone or were never met: so a partition heals
+by itself, whatever it has cost both sides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Contacts:
         self._random = rng
         self._seeds: tuple[Address, ...] = ()
         self._alone_delay = ALONE_DELAY
-        self._was_alone = False
+        self._was_isolated = False
         self._next_at: Instant = NEVER
         self._links: OrderedDict[NodeId, tuple[bool, Instant]] = OrderedDict()
         """(opened from here, used at), the one that is idle longest first."""
@@ -51,11 +51,19 @@ class Contacts:
     @property
     def deadline(self) -> Instant:
         idle = min((used + self._profile.link_idle for _, used in self._closable()), default=NEVER)
-        return Instant(min(self._next_at, self._leader_at, idle))
+        silence = NEVER if self._was_isolated or not self._members.live else self._silent_from
+        return Instant(min(self._next_at, self._leader_at, idle, silence))
 
     @property
     def is_alone(self) -> bool:
+        """Whether nobody else is thought to be alive."""
         return not any(self._members.all[node].state == "alive" for node in self._members.live)
+
+    def is_isolated(self, now: Instant) -> bool:
+        """Whether others are known, or should be found, and none of them is alive, or none has been heard for long."""
+        if len(self._members.all) == 1 and not self.has_seeds:
+            return False
+        return self.is_alone or now >= self._silent_from
 
     @property
     def has_seeds(self) -> bool:
@@ -64,7 +72,7 @@ class Contacts:
 
     def set_seeds(self, addresses: tuple[Address, ...], now: Instant) -> None:
         before, self._seeds = self._seeds, addresses[:SEEDS_MAX]
-        if self.is_alone and set(before) != set(self._seeds):
+        if self.is_isolated(now) and set(before) != set(self._seeds):
             self._alone_delay = ALONE_DELAY
             self._next_at = now
         else:
@@ -76,17 +84,20 @@ class Contacts:
             self._leader_at = now if self._wants_leader else NEVER
 
     def noticed(self, now: Instant) -> None:
-        """The table has changed."""
-        if self.is_alone and not self._was_alone:
+        """The table has changed, or nobody was heard for long."""
+        is_isolated = self.is_alone or now >= self._silent_from
+        if is_isolated and not self._was_isolated:
             self._alone_delay = ALONE_DELAY
             self._next_at = now
         elif self._next_at == NEVER and (self._seeds or self._members.gone):
             self._next_at = self._later(now)
-        self._was_alone = self.is_alone
+        self._was_isolated = is_isolated
         if self._leader_at == NEVER and self._wants_leader:
             self._leader_at = Instant(now + self._leader_delay)
 
     def tick(self, now: Instant) -> None:
+        if self._members.live and not self._was_isolated and self._silent_from <= now:
+            self.noticed(now)
         if self._next_at <= now:
             self._call(now)
         if self._leader_at <= now:
@@ -115,8 +126,9 @@ class Contacts:
         if self._wants_leader and self._leader_at == NEVER:
             self._leader_at = Instant(now + self._leader_delay)
 
-    def has_link(self, node: NodeId) -> bool:
-        return node in self._links
+    @property
+    def has_links(self) -> bool:
+        return bool(self._links)
 
     def used(self, node: NodeId, now: Instant) -> None:
         link = self._links.get(node)
@@ -136,6 +148,11 @@ class Contacts:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @property
+    def _silent_from(self) -> Instant:
+        """By then somebody of the living should have been heard again."""
+        return Instant(self._members.heard_anybody_at + self._profile.suspicion_min + self._profile.probe_interval)
+
+    @property
     def _wants_leader(self) -> bool:
         leader = self._leader
         return leader is not None and self._members.is_live(leader) and leader not in self._links
@@ -151,9 +168,10 @@ class Contacts:
         own = self._members.own
         met = {address for member in self._members.all.values() for address in member.addresses}
         gone = [m.addresses[0] for m in self._members.gone if m.state == "dead" and m.addresses]
-        if self.is_alone:
-            suspects = [m.addresses[0] for n in self._members.live if (m := self._members.all[n]).addresses]
-            found = sorted({*self._seeds, *gone, *suspects} - set(own.addresses))
+        self._was_isolated = self.is_alone or now >= self._silent_from
+        if self._was_isolated:
+            live = [m.addresses[0] for n in self._members.live if (m := self._members.all[n]).addresses]
+            found = sorted({*self._seeds, *gone, *live} - set(own.addresses))
             for address in self._random.sample(found, min(CALLS_MAX, len(found))):
                 self._outbox.do(Contact(address=address))
             self._next_at = Instant(now + self._alone_delay * self._random.uniform(0.8, 1.2))

@@ -79,6 +79,8 @@ class Copies:
         self._pulls: dict[NodeId, _Pull] = {}
         self._untold: set[NodeId] = set()
         """Members whose record is known to have moved; it is passed on when it is here."""
+        self._behind: dict[NodeId, Instant] = {}
+        """Members of whose record something is missing here, and since when."""
         self._sync_seq = 0
         self._sync_at: Instant = NEVER
 
@@ -188,10 +190,18 @@ class Copies:
         self._records.forget(node)
         self._pulls.pop(node, None)
         self._untold.discard(node)
+        self._behind.pop(node, None)
+
+    def behind_since(self, node: NodeId) -> Instant | None:
+        """Since when the copy of its record has not been what was announced; None: nothing is missing."""
+        return self._behind.get(node)
 
     def _settle(self, node: NodeId, applied: Applied, now: Instant) -> None:
         if not applied.is_complete:
+            if self._records.announced_version(node):
+                self._behind.setdefault(node, now)
             return
+        self._behind.pop(node, None)
         self._pulls.pop(node, None)
         if node in self._untold:
             self._untold.discard(node)
@@ -302,4 +312,5 @@ class Copies:
         assert self._records.own_version == own.version, (self._records.own_version, own.version)
         assert own.id not in self._pulls
         assert own.id not in self._untold
+        assert self._behind.keys() <= self._members.all.keys(), self._behind.keys() - self._members.all.keys()
         assert self._pulls.keys() <= self._members.all.keys(), self._pulls.keys() - self._members.all.keys()

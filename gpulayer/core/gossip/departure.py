@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpulayer.core.gossip.members import Members
-from gpulayer.core.gossip.messages import Ack, Departed, Left, Ping
+from gpulayer.core.gossip.messages import Ack, Departed, Left
 from gpulayer.core.gossip.outbox import Outbox
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.ids import NodeId
@@ -53,14 +53,7 @@ class Departure:
             for node in self._outbox.some_live(TOLD_PER_ROUND, without=self._heard):
                 seq = self._next_seq()
                 self._asked[seq] = node
-                own = self._members.own
-                ping = Ping(
-                    seq=seq,
-                    target=node,
-                    epoch=self._members.all[node].run.epoch,
-                    incarnation=own.incarnation,
-                    version=own.version[1],
-                )
+                ping = self._members.ping_of(seq, self._members.all[node].run)
                 self._outbox.datagram(node, [self._word, ping], now)
 
     @property

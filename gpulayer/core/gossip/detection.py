@@ -26,18 +26,17 @@ from gpulayer.core.gossip.messages import (
     Vouch,
 )
 from gpulayer.core.gossip.outbox import Outbox
-from gpulayer.core.gossip.probe import Probes, Relayed, Round
+from gpulayer.core.gossip.paths import Paths
+from gpulayer.core.gossip.probe import Probes, Round
 from gpulayer.core.gossip.profile import Profile
+from gpulayer.core.gossip.relaying import Relaying
 from gpulayer.core.gossip.spread import Spread
 from gpulayer.core.gossip.suspicion import Suspicion, Suspicions
+from gpulayer.core.gossip.twins import Twins
 from gpulayer.model.address import Address
 from gpulayer.model.ids import NodeId
 from gpulayer.model.member import IMPAIRED, DeathCause, Member, MemberState, Run
 from gpulayer.model.units import NEVER, Instant
-
-# Rounds in a row that only a stream answered, before datagrams are taken as blocked; and answers by datagram in a row
-# that show that they are not any more.
-BLOCKED_AFTER = 3
 
 
 class Detection:
@@ -63,23 +62,25 @@ class Detection:
         self._profile = profile
         self._random = rng
         self.probes = Probes(profile, order)
+        self._relaying = Relaying(members, outbox, self.probes)
+        self._paths = Paths(outbox)
+        self._twins = Twins(members, outbox, profile)
         self._hold_until: Instant = Instant(0.0)
-        """After a pause: nobody is declared dead before."""
-        self._stream_only: dict[NodeId, int] = {}
-        """Rounds in a row that were answered over the stream alone (above 0), or by datagram (below 0)."""
+        """After a pause, or when nobody was heard: nobody is declared dead before."""
+        self._deaf_from: Instant = NEVER
+        """When somebody was last heard, since a round in which nobody was."""
 
     @property
     def deadline(self) -> Instant:
         if self._members.own.state != "alive":
             return self.probes.deadline
-        death = self._suspicions.deadline(self._members.count)
+        death = NEVER if self._is_deaf else self._suspicions.deadline(self._members.count)
         return min(self.probes.deadline, max(death, self._hold_until), self._suspicions.pings_at(), self._impaired_at())
 
     # --- time -------------------------------------------------------------------------------------------------------
 
     def tick(self, now: Instant) -> None:
-        for relayed in self.probes.take_unanswered(now):
-            self._outbox.datagram(relayed.asker.node, [Nack(seq=relayed.asked_seq)], now)
+        self._relaying.tick(now)
         for round_ in self.probes.due(now):
             if round_.is_indirect:
                 self._end_round(round_, now)
@@ -92,7 +93,7 @@ class Detection:
             while suspicion.pings and suspicion.pings[0] <= now:
                 suspicion.pings.popleft()
                 self._ping_as_witness(suspicion.node, now)
-        if now >= self._hold_until:
+        if now >= self._hold_until and not self._is_deaf:
             for suspicion in self._suspicions:
                 if self._suspicions.ends_at(suspicion, self._members.count) <= now:
                     self._declare_dead(suspicion, now)
@@ -142,7 +143,7 @@ class Detection:
         if round_ is not None:
             self._outbox.counters["probes"] += 1
             round_.sent += 1
-            self._outbox.datagram(member.id, [self._ping(round_.seq, member.run)], now)
+            self._outbox.datagram(member.id, [self._members.ping_of(round_.seq, member.run)], now)
         return round_
 
     def _ask_around(self, round_: Round, now: Instant) -> None:
@@ -151,13 +152,13 @@ class Detection:
         if member is None or member.run != round_.target or not self._members.is_live(member.id):
             self.probes.end(round_)
             return
-        round_.is_indirect = True
+        round_.asked_at = now
         request = PingRequest(seq=round_.seq, target=member.id, epoch=member.run.epoch, addresses=member.addresses)
         for relay in self.probes.relays_for(member.id, self._members.live):
             round_.relays[relay] = False
             round_.sent += 1
             self._outbox.datagram(relay, [request], now)
-        ping = self._ping(round_.seq, member.run)
+        ping = self._members.ping_of(round_.seq, member.run)
         for address in self._outbox.other_addresses_of(member.id):
             round_.sent += 1
             self._outbox.datagram(member.id, [ping], now, address)
@@ -175,14 +176,37 @@ class Detection:
             self._health.worse()
             self._outbox.warn("cannot_send", "", "this host cannot send to any member: no route, or not permitted", now)
             return
-        self._health.worse(round_.missing_nacks if round_.relays else 1)
-        self._accuse(member, "timeout", now)
+        if self._members.well > 2 and self._members.heard_anybody_at < round_.asked_at:
+            self._health.worse()
+            self._outbox.counters["rounds_deaf"] += 1
+            if self._deaf_from == NEVER:
+                self._deaf_from = self._members.heard_anybody_at
+                self._outbox.tell(self._members.own.id, "nobody at all is heard: nobody is accused meanwhile", now)
+            return
+        if not self._twins.excuse(member.id, now):
+            self._health.worse(self._missing_nacks(round_))
+            self._accuse(member, "timeout", now)
 
-    def _ping(self, seq: int, target: Run) -> Ping:
-        own = self._members.own
-        return Ping(
-            seq=seq, target=target.node, epoch=target.epoch, incarnation=own.incarnation, version=own.version[1]
-        )
+    @property
+    def _is_deaf(self) -> bool:
+        """Several others are thought to be alive, and not one of them was heard when several were asked: what fails is
+        between us and all of them, and who of them lives cannot be known here."""
+        return self._deaf_from != NEVER and self._members.well > 2
+
+    def heard_anybody(self, now: Instant) -> None:
+        """A packet or frame came, of whomever."""
+        if self._deaf_from != NEVER:
+            self._suspicions.shift(now - self._deaf_from)
+            self._deaf_from = NEVER
+            self._hold_until = max(self._hold_until, Instant(now + self._profile.probe_interval))
+        self._members.heard_anybody_at = now
+
+    def _missing_nacks(self, round_: Round) -> int:
+        """How much a failed round speaks against ourselves (Lifeguard's local health): for each relay that should be
+        well and said nothing. One that is suspected is as likely to be gone as the target, above all in a cut."""
+        silent = [node for node, nacked in round_.relays.items() if not nacked]
+        missing = sum((member := self._members.get(node)) is not None and member.state == "alive" for node in silent)
+        return missing if missing or len(silent) < len(round_.relays) else 1
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -197,37 +221,18 @@ class Detection:
         self._answer(source.node, [ack], at, now)
 
     def hear_ping_request(self, request: PingRequest, source: Run, now: Instant) -> None:
-        member = self._members.get(request.target)
-        if request.target == self._members.own.id:
-            return
-        if member is None or member.run.epoch != request.epoch or member.state in ("dead", "left"):
-            # Of no help, but well; and perhaps with news of the target.
-            news = [self._members.word_of(member.id)] if member and member.run.epoch > request.epoch else []
-            self._outbox.datagram(source.node, [Nack(seq=request.seq), *news], now)
-            return
-        relayed = self.probes.relay(source, request.seq, request.target, request.epoch, now)
-        if relayed is not None:
-            self._outbox.datagram(member.id, [self._ping(relayed.seq, member.run)], now)
+        self._relaying.hear_request(request, source, now)
 
     def hear_ack(self, ack: Ack, source: Run, at: Address | None, now: Instant) -> None:
-        relayed = self.probes.take_relayed(ack.seq, source)
-        if relayed is not None:
-            passed = Ack(
-                seq=relayed.asked_seq,
-                node=ack.node,
-                epoch=ack.epoch,
-                incarnation=ack.incarnation,
-                version=ack.version,
-            )
-            self._outbox.datagram(relayed.asker.node, [passed], now)
+        if self._relaying.pass_on(ack, source, now):
             return
         round_ = self.probes.get(ack.seq)
         if round_ is None or (round_.target.node, round_.target.epoch) != (ack.node, ack.epoch):
             return
         if source == round_.target:
-            self._path(source.node, by_stream=at is None, now=now)
+            self._paths.answered(source.node, now, by_stream=at is None)
         elif source.node in round_.relays:
-            self._path(ack.node, by_stream=False, now=now)
+            self._paths.answered(ack.node, now, by_stream=False)
             # The relay has heard it just now.
             self._hear_vouch(ack.node, source.node, now, is_direct=True)
         else:
@@ -243,6 +248,7 @@ class Detection:
     def heard(self, node: NodeId, now: Instant) -> None:
         """A packet or frame of its present run came directly from it."""
         self._members.heard(node, now)
+        self._twins.heard(node, now)
         suspicion = self._suspicions.get(node)
         if suspicion is None:
             return
@@ -287,21 +293,13 @@ class Detection:
 
     def _refused(self, member: Member, now: Instant) -> None:
         """Its host has answered that its daemon is not there: the probe is over, and the relays are asked at once."""
-        if self._members.own.state != "alive":
+        if self._members.own.state != "alive" or self._twins.excuse(member.id, now):
             return
-        for relayed in self.probes.take_relayed_for(member.id):
-            self._nack_refused(relayed, now)
+        self._relaying.refused(self._suspect(member, "refused"), now)
         round_ = self.probe_now(member.id, now)
         if round_ is not None and not round_.is_indirect:
             self._ask_around(round_, now)
         self._accuse(self._members.all[member.id], "refused", now)
-
-    def _nack_refused(self, relayed: Relayed, now: Instant) -> None:
-        member = self._members.get(relayed.target)
-        words: list[Suspect] = []
-        if member is not None and member.state in ("alive", "suspect") and member.run.epoch == relayed.epoch:
-            words = [self._suspect(member, "refused")]
-        self._outbox.datagram(relayed.asker.node, [*words, Nack(seq=relayed.asked_seq, refused=True)], now)
 
     # --- suspicions -------------------------------------------------------------------------------------------------
 
@@ -357,7 +355,7 @@ class Detection:
             suspicion.pings.extend(Instant(now + least * part / 3) for part in range(3))
 
     def hear_vouch(self, word: Vouch, source: Run, now: Instant) -> None:
-        if word.witness == self._members.own.id or word.witness == word.node:
+        if word.witness in (self._members.own.id, word.node) or word.witness not in self._members.all:
             return
         suspicion = self._suspicions.get(word.node)
         if suspicion is None or suspicion.run.epoch != word.epoch or word.incarnation < suspicion.incarnation:
@@ -379,15 +377,14 @@ class Detection:
         member = self._members.get(node)
         if member is None or not self._members.is_live(node):
             return
-        ping = self._ping(self.probes.next_seq(), member.run)
+        ping = self._members.ping_of(self.probes.next_seq(), member.run)
         self._outbox.datagram(node, [ping], now)
         self._outbox.frame(node, [ping])
 
     def _declare_dead(self, suspicion: Suspicion, now: Instant) -> None:
         member = self._members.all[suspicion.node]
         # Those who could have been refused too: a member that is suspected itself may be gone with it.
-        able = 1 + sum(self._members.all[n].state == "alive" for n in self._members.live)
-        is_refused = len(suspicion.refused) >= min(2, able)
+        is_refused = len(suspicion.refused) >= min(2, self._members.well)
         cause: DeathCause = "daemon" if is_refused else "silent"
         word = Dead(
             node=member.id,
@@ -406,7 +403,8 @@ class Detection:
         self._members.bury(word.node, word.incarnation, word.cause, now)
         self._spread.add(word, now)
         self._outbox.counters["deaths"] += 1
-        self._stream_only.pop(word.node, None)
+        self._paths.forget(word.node)
+        self._twins.forget(word.node)
         why = {"daemon": "its host refuses, its daemon is gone", "silent": "nothing answers"}[word.cause]
         self._outbox.changed(before, word.node, f"dead, says {word.reporter}: {why}", now)
         self._outbox.do(CloseLink(node=word.node))
@@ -419,7 +417,8 @@ class Detection:
         """It left, is forgotten, or was replaced by a new run."""
         self._suspicions.end(node)
         self.probes.end_of(node)
-        self._stream_only.pop(node, None)
+        self._paths.forget(node)
+        self._twins.forget(node)
 
     # --- half-heard members -------------------------------------------------------------------------------------------
 
@@ -439,23 +438,6 @@ class Detection:
             is_due = suspicion.vouches and suspicion.since + self._profile.impaired_after <= now
             if is_due and self._members.mark(suspicion.node, IMPAIRED):
                 self._outbox.changed(before, suspicion.node, "heard only in part, for long", now)
-
-    def _path(self, node: NodeId, *, by_stream: bool, now: Instant) -> None:
-        """Which way an answer came: with hysteresis, so that one lost packet moves nothing."""
-        row = self._stream_only.get(node, 0)
-        row = max(row, 0) + 1 if by_stream else min(row, 0) - 1
-        if row >= BLOCKED_AFTER:
-            self._outbox.over_stream.add(node)
-            blocked = len(self._outbox.over_stream)
-            if blocked <= 2:
-                text = f"datagrams do not reach {node}, connections do: is UDP blocked to or from it?"
-                self._outbox.warn("datagrams_blocked", node, text, now)
-            else:
-                text = f"datagrams do not reach {blocked} members, connections do: is UDP blocked here?"
-                self._outbox.warn("datagrams_blocked", "", text, now)
-        if row <= -BLOCKED_AFTER:
-            self._outbox.over_stream.discard(node)
-        self._stream_only[node] = max(-BLOCKED_AFTER, min(row, BLOCKED_AFTER))
 
     def _answer(self, to: NodeId, messages: Sequence[Message], at: Address | None, now: Instant) -> None:
         """The way it was asked."""

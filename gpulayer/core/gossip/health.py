@@ -1,4 +1,4 @@
-"""How far this node may trust its own judgement: Lifeguard's local health score (Dadgar, Phillips, Currey 2018, §3.1).
+"""How far this node may trust its own judgement: Lifeguard's local health score (Dadgar, Phillips, Currey 2018).
 
 0 is well. It grows with everything that says "the trouble may be here": answers that did not come back from relays
 that should be well, having been accused, having slept. It slows our probing and takes the weight from our word.

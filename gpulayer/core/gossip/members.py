@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum, auto
 
-from gpulayer.core.gossip.messages import Alive, Dead, Left, Newer, Suspect
+from gpulayer.core.gossip.messages import Alive, Dead, Left, Newer, Ping, Suspect
 from gpulayer.core.gossip.profile import Profile
+from gpulayer.model.address import Address
 from gpulayer.model.ids import NodeId
-from gpulayer.model.member import DeathCause, Member
+from gpulayer.model.member import DeathCause, Member, Run
 from gpulayer.model.units import NEVER, Instant
 
 # Known by hearsay, let in by nobody yet: a few racing joins are normal, more is a flood.
@@ -54,6 +55,7 @@ class Members:
         that we believe may be of a higher incarnation."""
         self._live: dict[NodeId, None] = {}
         """Others that are alive or suspect."""
+        self.suspects: set[NodeId] = set()
         self._gone: dict[NodeId, None] = {}
         """Others that are dead or have left."""
         self._pending: dict[NodeId, Alive] = {}
@@ -63,7 +65,14 @@ class Members:
         self._linked: set[NodeId] = set()
         """Shown by certificate that they were let in."""
         self._removed: dict[NodeId, None] = {}
+        self._parting: dict[NodeId, int] = {}
+        """Taken out of the registry a moment ago, and the epoch that is heard still."""
         self._reap_at: Instant = NEVER
+        self._claims: dict[NodeId, tuple[tuple[Address, ...], Instant]] = {}
+        """The address that each of the live ones is reached at, and since when it says so."""
+        self._claimants: dict[tuple[Address, ...], set[NodeId]] = {}
+        self.heard_anybody_at: Instant = Instant(0.0)
+        """When the last authenticated packet or frame came, of anybody; 0.0: never."""
 
     @property
     def own(self) -> Member:
@@ -82,6 +91,11 @@ class Members:
     def count(self) -> int:
         """N of the formulas: live members, this one too."""
         return len(self._live) + 1
+
+    @property
+    def well(self) -> int:
+        """Live members that are not suspected, this one too."""
+        return 1 + len(self._live) - len(self.suspects)
 
     @property
     def gone(self) -> list[Member]:
@@ -115,6 +129,13 @@ class Members:
             word = self._words[node] = replace(word, gc_version=member.version[0], version=member.version[1])
         return word
 
+    def ping_of(self, seq: int, target: Run) -> Ping:
+        """Are you there? With the headline of our own record."""
+        own = self.own
+        return Ping(
+            seq=seq, target=target.node, epoch=target.epoch, incarnation=own.incarnation, version=own.version[1]
+        )
+
     def newer_of(self, node: NodeId) -> Newer:
         """How far its record is."""
         member = self._members[node]
@@ -124,15 +145,30 @@ class Members:
     def is_live(self, node: NodeId) -> bool:
         return node in self._live
 
+    def twins_of(self, node: NodeId) -> list[NodeId]:
+        """Other live members that are reached at the address of this one; sorted."""
+        member, own = self._members[node], self.own
+        address = member.addresses[:1]
+        if not address:
+            return []
+        ours = {own.id} if own.addresses[:1] == address else set()
+        there = self._claimants.get(address, set())
+        return sorted((there | ours) - {node}) if ours or len(there) > 1 else []
+
+    def claimed_at(self, node: NodeId) -> Instant:
+        """Since when a live member is reached at its present address, as far as known here; 0.0 for ourselves."""
+        return self._claims[node][1] if node in self._claims else Instant(0.0)
+
     def is_provisional(self, node: NodeId) -> bool:
         return node in self._provisional
 
-    def is_removed(self, node: NodeId) -> bool:
-        return node in self._removed
+    def is_let_go(self, run: Run) -> bool:
+        """Whether nothing that it says, or that is said of it, is believed any more."""
+        return run.node in self._removed or self._parting.get(run.node, run.epoch) != run.epoch
 
     def is_admitted(self, node: NodeId) -> bool:
         """Whether a word about an unknown `node` makes it a member."""
-        if node in self._removed:
+        if node in self._removed or node in self._parting:
             return False
         return self._registry is None or node in self._registry or node in self._linked
 
@@ -145,6 +181,10 @@ class Members:
         assert len(self._removed) <= REMOVED_MAX
         assert len(self._members) <= self._profile.members_max
         assert self._provisional <= self._live.keys(), self._provisional
+        assert self.suspects == {node for node in self._live if self._members[node].state == "suspect"}
+        assert self._claims.keys() == self._live.keys()
+        assert all(node in self._claimants[address] for node, (address, _) in self._claims.items())
+        assert sum(map(len, self._claimants.values())) == len(self._claims)
         assert self._gone.keys() == self._members.keys() - self._live.keys() - {self._own}
         assert self._words.keys() == self._members.keys() - {self._own}
         for node, member in self._members.items():
@@ -159,14 +199,21 @@ class Members:
 
     # --- who may be here --------------------------------------------------------------------------------------------
 
-    def set_registry(self, nodes: frozenset[NodeId] | None) -> tuple[list[NodeId], list[Alive]]:
+    def set_registry(
+        self, nodes: frozenset[NodeId] | None, parting: frozenset[NodeId] = frozenset()
+    ) -> tuple[list[NodeId], list[Alive]]:
         """-> members that the registry has dropped (to be forgotten), what pending ones said that it now holds."""
-        before, self._registry = self._registry, nodes
+        before = (self._registry or frozenset()) | self._parting.keys()
+        self._registry = nodes
         if nodes is None:
             return [], []
         for node in nodes & self._removed.keys():
             del self._removed[node]
-        dropped = sorted((before or frozenset()) - nodes - {self._own})
+        self._parting = {
+            node: self._parting.get(node) or (self._members[node].run.epoch if node in self._members else 0)
+            for node in parting - nodes - {self._own}
+        }
+        dropped = sorted(before - nodes - self._parting.keys() - {self._own})
         for node in dropped:
             self._linked.discard(node)
             self._removed[node] = None
@@ -177,9 +224,7 @@ class Members:
         return [node for node in dropped if node in self._members], admitted
 
     def admit(self, node: NodeId) -> Alive | None:
-        """A link with it stood -> what it was heard to say before."""
-        if node in self._removed:
-            return None
+        """A link with it stands, and it was not let go -> what it was heard to say before."""
         self._linked.add(node)
         return self._pending.pop(node, None)
 
@@ -192,6 +237,8 @@ class Members:
         held = self._members.get(node)
         if held is None:
             return self._hear_of_unknown(alive, now)
+        if self.is_let_go(alive.run):
+            return News.PENDING
         if alive.run.epoch < held.run.epoch:
             return News.OLD
         if alive.run.epoch > held.run.epoch:
@@ -214,13 +261,13 @@ class Members:
             protocol=alive.protocol,
             version=max(held.version, (alive.gc_version, alive.version)),
         )
-        if held.state == "left":
-            return News.KNOWN
         if held.state != "alive" and alive.incarnation <= held.incarnation:
-            self._put(said)
+            if held.state == "left":
+                return News.KNOWN
+            self._put(said, now)
             return News.STALE
         changed_at = held.changed_at if held.state == "alive" else now
-        self._put(replace(said, incarnation=alive.incarnation, state="alive", cause=None, changed_at=changed_at))
+        self._put(replace(said, incarnation=alive.incarnation, state="alive", cause=None, changed_at=changed_at), now)
         return News.CHANGED
 
     def hear_version(self, node: NodeId, epoch: int, version: tuple[int, int]) -> bool:
@@ -246,14 +293,17 @@ class Members:
         held = self._members[node]
         assert node in self._live, held
         assert incarnation >= held.incarnation, (held, incarnation)
-        changed_at = held.changed_at if held.state == "suspect" else now
-        self._put(replace(held, state="suspect", incarnation=incarnation, changed_at=changed_at))
+        if held.state != "suspect":
+            held = replace(held, changed_at=now, doubted_at=now)
+        self._put(replace(held, state="suspect", incarnation=incarnation), now)
 
     def bury(self, node: NodeId, incarnation: int, cause: DeathCause, now: Instant) -> None:
         held = self._members[node]
         assert node in self._live, held
         assert incarnation >= held.incarnation, (held, incarnation)
-        self._put(replace(held, state="dead", incarnation=incarnation, cause=cause, changed_at=now))
+        if held.state != "suspect":
+            held = replace(held, doubted_at=now)
+        self._put(replace(held, state="dead", incarnation=incarnation, cause=cause, changed_at=now), now)
 
     def leave(self, node: NodeId, incarnation: int, now: Instant) -> None:
         held = self._members[node]
@@ -262,7 +312,7 @@ class Members:
         if node == self._own:
             self._members[node] = left
         else:
-            self._put(left)
+            self._put(left, now)
 
     def heard(self, node: NodeId, now: Instant) -> None:
         self._members[node] = replace(self._members[node], heard_at=now)
@@ -274,6 +324,14 @@ class Members:
             return False
         self._members[node] = replace(held, flags=held.flags | flags)
         return True
+
+    def unmark(self, node: NodeId, flags: int) -> bool:
+        """Take back flags that were marked here -> whether any was; what the member says of itself stays."""
+        held = self._members[node]
+        own_word = self._words[node].flags
+        after = held.flags & ~flags | own_word & flags
+        self._members[node] = replace(held, flags=after)
+        return after != held.flags
 
     # --- ourselves, and the end -------------------------------------------------------------------------------------
 
@@ -291,8 +349,12 @@ class Members:
         del self._members[node]
         del self._words[node]
         self._live.pop(node, None)
+        self.suspects.discard(node)
+        self._unclaim(node)
         self._gone.pop(node, None)
         self._provisional.discard(node)
+        # Of whoever is in no registry nothing but a new link shows again that it was let in.
+        self._linked.discard(node)
 
     def reap(self, now: Instant) -> list[NodeId]:
         """Forget those whose tombstone is over."""
@@ -310,7 +372,7 @@ class Members:
     def _hear_of_unknown(self, alive: Alive, now: Instant) -> News:
         node = alive.run.node
         if not self.is_admitted(node):
-            if node not in self._removed and (node in self._pending or len(self._pending) < PENDING_MAX):
+            if not self.is_let_go(alive.run) and (node in self._pending or len(self._pending) < PENDING_MAX):
                 known = self._pending.get(node)
                 if known is None or (alive.run.epoch, alive.incarnation) > (known.run.epoch, known.incarnation):
                     self._pending[node] = alive
@@ -334,16 +396,38 @@ class Members:
                 protocol=alive.protocol,
                 version=(alive.gc_version, alive.version),
                 changed_at=now,
-            )
+            ),
+            now,
         )
 
-    def _put(self, member: Member) -> None:
+    def _claim(self, member: Member, now: Instant) -> None:
+        address = member.addresses[:1]
+        if member.id in self._claims and self._claims[member.id][0] == address:
+            return
+        self._unclaim(member.id)
+        self._claims[member.id] = address, now
+        self._claimants.setdefault(address, set()).add(member.id)
+
+    def _unclaim(self, node: NodeId) -> None:
+        address, _ = self._claims.pop(node, ((), 0.0))
+        there = self._claimants.get(address, set())
+        there.discard(node)
+        if not there:
+            self._claimants.pop(address, None)
+
+    def _put(self, member: Member, now: Instant) -> None:
         self._members[member.id] = member
+        if member.state == "suspect":
+            self.suspects.add(member.id)
+        else:
+            self.suspects.discard(member.id)
         if member.state in ("alive", "suspect"):
             self._live[member.id] = None
             self._gone.pop(member.id, None)
+            self._claim(member, now)
         else:
             self._live.pop(member.id, None)
+            self._unclaim(member.id)
             self._gone[member.id] = None
             self._provisional.discard(member.id)
             self._reap_at = Instant(min(self._reap_at, member.changed_at + self._profile.tombstone))

@@ -103,7 +103,7 @@ class Dead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """It has left by its own will; final for that epoch."""
+    """It has left by its own will, and says nothing more in that epoch; if it does, another said this of it."""
 
     node: NodeId
     epoch: int
@@ -280,9 +280,11 @@ class SetSelf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetRegistry:
-    """Who may exist, as was agreed; None: not known here yet, links decide."""
+    """Who may exist, as was agreed; None: not known here yet, links decide. `parting`: let go a moment ago; of these
+    the run that is known here is heard still, for its last words, and no later one."""
 
     nodes: frozenset[NodeId] | None
+    parting: frozenset[NodeId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

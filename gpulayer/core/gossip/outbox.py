@@ -9,11 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from random import Random
 
-from gpulayer.core.gossip.members import Members
+from gpulayer.core.gossip.members import Accusation, Members
 from gpulayer.core.gossip.messages import (
     Alive,
     Dead,
     GossipEffect,
+    Left,
     MemberChanged,
     MemberForgotten,
     Message,
@@ -86,7 +87,9 @@ class Outbox:
         packed = self._with_accusation(to, messages)
         room = self._room - sum(map(self._size_of, packed))
         assert room >= 0, (room, packed)
-        packed += self._spread.pack(room, self._members.count, now, tuple(packed))
+        # Who is suspected may be gone: to tell it is no loss, and counts as nothing where somebody else can be told.
+        is_heard = self._members.get(to) is None or self._members.all[to].state == "alive" or self._members.well == 1
+        packed += self._spread.pack(room, self._members.count, now, tuple(packed), is_heard=is_heard)
         if packed:
             self.counters["datagrams_sent"] += 1
             self.do(SendDatagram(to=to, address=address, messages=tuple(packed)))
@@ -111,7 +114,9 @@ class Outbox:
         return self._size_of(message) <= min(bytes_max, self._room)
 
     def gossip(self, now: Instant, without: Collection[NodeId] = ()) -> None:
-        """Rumours to a few live members, for their own sake."""
+        """Rumours to a few live members, for their own sake; to suspects only where nobody else is left."""
+        if self._members.well > 1:
+            without = {*without, *self._members.suspects}
         for node in self.some_live(self._profile.gossip_fanout, without):
             if not self._spread.is_pressing:
                 return
@@ -146,8 +151,10 @@ class Outbox:
         else:
             self._observed[node] = address
 
-    def accusation_of(self, member: Member) -> Suspect | Dead | None:
-        """What is held against it here."""
+    def accusation_of(self, member: Member) -> Accusation | None:
+        """What is held against it here, and it can refute."""
+        if member.state == "left":
+            return Left(node=member.id, epoch=member.run.epoch, incarnation=member.incarnation)
         if member.state == "dead" and member.cause is not None:
             return Dead(
                 node=member.id,
@@ -206,8 +213,8 @@ class Outbox:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _with_accusation(self, to: NodeId, messages: Sequence[Message]) -> list[Message]:
-        """Who is suspected or dead here hears of it first, in everything that goes to it (the buddy system, Lifeguard
-        §3.3); and who has never heard from us hears who we are."""
+        """Who is suspected or gone here hears of it first, in everything that goes to it (Lifeguard's buddy system);
+        and who has never heard from us hears who we are."""
         member = self._members.get(to)
         packed = list(messages)
         if member is None or member.heard_at == 0.0:
@@ -222,5 +229,5 @@ class Outbox:
         return packed
 
 
-def _same_accusation(accusation: Suspect | Dead, message: Message) -> bool:
-    return isinstance(message, Suspect | Dead) and message.node == accusation.node
+def _same_accusation(accusation: Accusation, message: Message) -> bool:
+    return isinstance(message, Suspect | Dead | Left) and message.node == accusation.node

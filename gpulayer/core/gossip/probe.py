@@ -19,8 +19,9 @@ from gpulayer.model.units import NEVER, Instant
 
 # Rounds at once: the one whose turn it is and those out of turn (a broken link, a refusal). More would be a storm.
 ROUNDS_MAX = 16
-# Questions of others at once; above it they are not answered, which costs the asker a nack.
+# Questions of others at once, in all and of one asker; above it they are not answered, which costs the asker a nack.
 RELAYED_MAX = 256
+RELAYED_PER_ASKER_MAX = ROUNDS_MAX
 
 
 @dataclass(slots=True)
@@ -30,7 +31,8 @@ class Round:
     is_in_turn: bool
     indirect_at: Instant
     ends_at: Instant
-    is_indirect: bool = False
+    asked_at: Instant = NEVER
+    """When others were asked; NEVER: not yet."""
     is_refused_by_stream: bool = False
     relays: dict[NodeId, bool] = field(default_factory=dict)
     """Asked -> whether it said that it is there, at least (a nack)."""
@@ -40,12 +42,12 @@ class Round:
     """To whom nothing could leave this host meanwhile, of this round or not; it sends one packet to an address."""
 
     @property
-    def deadline(self) -> Instant:
-        return self.ends_at if self.is_indirect else self.indirect_at
+    def is_indirect(self) -> bool:
+        return self.asked_at != NEVER
 
     @property
-    def missing_nacks(self) -> int:
-        return sum(not nacked for nacked in self.relays.values())
+    def deadline(self) -> Instant:
+        return self.ends_at if self.is_indirect else self.indirect_at
 
     @property
     def is_our_fault(self) -> bool:
@@ -157,7 +159,8 @@ class Probes:
         """None: too many are being asked for, or this very question already."""
         if len(self._relayed) >= RELAYED_MAX:
             return None
-        if any(r.asker == asker and r.asked_seq == asked_seq for r in self._relayed.values()):
+        asked = [r.asked_seq for r in self._relayed.values() if r.asker == asker]
+        if asked_seq in asked or len(asked) >= RELAYED_PER_ASKER_MAX:
             return None
         # Of the unscaled window: whoever waits longer is not helped by a later nack, and who does not would miss it.
         window = self._profile.probe_interval - self._profile.direct_timeout

@@ -65,16 +65,18 @@ class Profile:
         least = max(self.suspicion_min, self.suspicion_per_log10 * math.log10(max(members, 1)))
         return least, self.suspicion_max_factor * least
 
-    def confirmations_wanted(self, members: int) -> int:
-        """K: how many others must confirm before a suspicion has its shortest timeout."""
+    def confirmations_wanted(self, members: int, able: int) -> int:
+        """K: how many others must confirm before a suspicion has its shortest timeout. `able`: live members that are
+        not suspected themselves, this one too. One of them began the suspicion, so no more than the rest can confirm
+        it; a node that doubts all others has nobody to confirm it, and waits all the same."""
         if members <= 3:
             return 0
-        return min(1 if members <= 5 else self.confirmations, self.confirmations)
+        return min(1 if members <= 5 else self.confirmations, self.confirmations, max(1, able - 1))
 
-    def suspicion_timeout(self, members: int, confirmed: int) -> float:
+    def suspicion_timeout(self, members: int, able: int, confirmed: int) -> float:
         """Lifeguard's: T_max − (T_max − T_min) · log(C + 1) / log(K + 1), never below T_min."""
         least, most = self.suspicion_bounds(members)
-        wanted = self.confirmations_wanted(members)
+        wanted = self.confirmations_wanted(members, able)
         if wanted == 0:
             return least
         return max(least, most - (most - least) * math.log(confirmed + 1) / math.log(wanted + 1))

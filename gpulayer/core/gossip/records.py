@@ -202,6 +202,11 @@ class Records:
         copy = self._copy(node)
         return copy is None or (node in self._peers and copy.epoch < self._peers[node].announced[0])
 
+    def announced_version(self, node: NodeId) -> int:
+        """The version of its newest run's record that was announced and is not here yet; 0: nothing is missing."""
+        peer = self._peers.get(node)
+        return 0 if peer is None or peer.is_complete else peer.announced[1]
+
     def version_of(self, node: NodeId) -> tuple[int, int, int]:
         """(epoch, gc_version, max_version) of values(), zeros for none. Equal for equal values, so that what was made
         of them can be kept."""

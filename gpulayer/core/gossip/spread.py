@@ -95,9 +95,11 @@ class Spread:
                 return self._items[key].message
         return None
 
-    def pack(self, room: int, members: int, now: Instant, without: tuple[Message, ...] = ()) -> list[Rumour]:
-        """Rumours for one packet with `room` bytes left, the least told first; they count as told. `members`: the live
-        ones. `without`: what the packet holds already."""
+    def pack(
+        self, room: int, members: int, now: Instant, without: tuple[Message, ...] = (), *, is_heard: bool = True
+    ) -> list[Rumour]:
+        """Rumours for one packet with `room` bytes left, the least told first; they count as told if `is_heard`.
+        `members`: the live ones. `without`: what the packet holds already."""
         if not self._items:
             return []
         picked: list[tuple[_Key, _Item]] = []
@@ -114,8 +116,9 @@ class Spread:
                 elif item.message not in without:
                     room -= item.size
                     picked.append((key, item))
-        for key, item in picked:
-            self._told(key, item, members)
+        if is_heard:
+            for key, item in picked:
+                self._told(key, item, members)
         return [item.message for _, item in picked]
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Suspicions: who is held to be failing, on whose word, and until when.
 
-The timeout shrinks as others confirm, independently, from T_max towards T_min (Lifeguard §3.2). Each reporter counts
-once for each incarnation, and a word from a merge never. Refusals of two members, neither of whom nor we have heard
-from that run since, prove that its daemon is gone, and end the wait at once.
+The timeout shrinks as others confirm, independently, from T_max towards T_min (Lifeguard's suspicion). Each reporter
+counts once for each incarnation, and a word from a merge never. Refusals of two members, neither of whom nor we have
+heard from that run since, prove that its daemon is gone, and end the wait at once.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Suspicions:
     # --- time -------------------------------------------------------------------------------------------------------
 
     def ends_at(self, held: Suspicion, members: int) -> Instant:
-        """When it becomes a death, if nothing is said any more."""
-        timeout = self._profile.suspicion_timeout(members, len(held.confirmed))
+        """When it becomes a death, if nothing is said any more. `members`: the live ones, suspects and this one too."""
+        timeout = self._profile.suspicion_timeout(members, members - len(self._all), len(held.confirmed))
         if held.merged == "dead":
             timeout, _ = self._profile.suspicion_bounds(members)
         slow = held.timer_from + timeout

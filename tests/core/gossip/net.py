@@ -260,6 +260,8 @@ class Net:
         source = host.gossip.own.run
 
         def arrive() -> None:
+            if target.is_up and target.id != effect.to:
+                return  # a packet is sealed for its receiver, and nobody else can open it
             if target.is_up and self.by_address[effect.address] is target:
                 self.give(target, Received(source=source, messages=decode(data), at=host.address))
             elif target.is_on and not self.is_cut(target, host, "datagram"):

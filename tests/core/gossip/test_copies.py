@@ -107,3 +107,29 @@ def test_a_record_that_somebody_else_wrote_in_our_name_is_outbid() -> None:
     assert owner.gossip.own.version > (50, 50)
     net.run(5.0)
     assert have(hosts, owner, b"ours")
+
+
+def test_it_is_known_which_version_of_a_record_was_announced_and_is_not_here_and_since_when() -> None:
+    net = Net(9)
+    hosts = net.start(3)
+    observer, owner = hosts[:2]
+    assert (observer.gossip.announced_version(owner.id), observer.gossip.behind_since(owner.id)) == (0, None)
+    net.give(owner, SetOwn(values={KEY: b"1" * LARGE}))
+    version = owner.gossip.own.version[1]
+    net.is_cut = lambda a, b, kind: True
+    began = net.now
+    net.give(observer, heard(owner, version))
+    net.run(0.01)
+    net.give(observer, heard(owner, version))
+    assert observer.gossip.announced_version(owner.id) == version
+    assert observer.gossip.behind_since(owner.id) == began
+    net.is_cut = lambda a, b, kind: False
+    assert net.run_until(lambda: have([observer], owner, b"1" * LARGE), 15.0) < 15.0
+    assert (observer.gossip.announced_version(owner.id), observer.gossip.behind_since(owner.id)) == (0, None)
+
+
+def test_a_node_that_is_not_known_or_has_said_nothing_is_not_behind() -> None:
+    net = Net(10)
+    hosts = net.start(2)
+    for node in (hosts[0].id, hosts[1].id, NodeId("n-00000000000000aa")):
+        assert (hosts[0].gossip.announced_version(node), hosts[0].gossip.behind_since(node)) == (0, None)

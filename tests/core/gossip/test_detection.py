@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gpulayer.core.gossip.messages import Dead, Left, MemberChanged, Ping, Received, Suspect, SyncMembers, Warned
+from gpulayer.core.gossip.messages import (
+    DatagramRefused,
+    Dead,
+    Departed,
+    LeaveWanted,
+    Left,
+    MemberChanged,
+    Message,
+    Ping,
+    Received,
+    SetSeeds,
+    Suspect,
+    SyncMembers,
+    Vouch,
+    Warned,
+)
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.ids import NodeId
-from gpulayer.model.member import IMPAIRED, Run
+from gpulayer.model.member import DUPLICATE, IMPAIRED, Run
 from tests.core.gossip.net import Host, Net
 
 
@@ -20,9 +37,13 @@ def deaths(net: Net, *, without: Host | None = None) -> list[MemberChanged]:
     ]
 
 
-def only(one: Host) -> object:
-    """A link filter that cuts this host off."""
-    return lambda a, b, kind: (a is one) != (b is one)
+def seeds(*hosts: Host) -> SetSeeds:
+    return SetSeeds(addresses=tuple(host.address for host in hosts))
+
+
+def say(net: Net, to: Host, source: Host, *messages: Message) -> None:
+    """A packet that `source` need not have sent."""
+    net.give(to, Received(source=source.gossip.own.run, messages=messages, at=source.address))
 
 
 # --- deaths -------------------------------------------------------------------------------------------------------
@@ -56,16 +77,10 @@ def test_one_member_that_is_refused_buries_nobody() -> None:
     fooled = hosts[0]
     for _ in range(200):
         for host in hosts[1:]:
-            net.give(fooled, DatagramRefusedAt(host))
+            net.give(fooled, DatagramRefused(address=host.address))
         net.run(0.1)
     assert not deaths(net)
     assert net.run_until(net.is_settled, 10) < 10
-
-
-def DatagramRefusedAt(host: Host) -> object:
-    from gpulayer.core.gossip.messages import DatagramRefused
-
-    return DatagramRefused(address=host.address)
 
 
 def test_two_killed_daemons_of_three_are_found_too() -> None:
@@ -89,12 +104,6 @@ def test_a_daemon_that_comes_back_at_once_is_alive_in_its_new_run() -> None:
     assert net.run_until(is_known_anew, 10) < 3.0
     net.run(30)
     assert net.is_settled()
-
-
-def seeds(*hosts: Host) -> object:
-    from gpulayer.core.gossip.messages import SetSeeds
-
-    return SetSeeds(addresses=tuple(host.address for host in hosts))
 
 
 # --- no deaths ------------------------------------------------------------------------------------------------------
@@ -230,10 +239,6 @@ def test_a_member_that_only_some_hear_is_kept_by_their_word_and_marked() -> None
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def say(net: Net, to: Host, source: Host, *messages: object) -> None:
-    net.give(to, Received(source=source.gossip.own.run, messages=messages, at=source.address))  # type: ignore[arg-type]
-
-
 def test_who_is_accused_answers_the_accuser_at_once() -> None:
     net = Net(13)
     hosts = net.start(4)
@@ -311,8 +316,6 @@ def test_a_vouch_stops_the_burial_of_a_member_that_two_were_refused_by() -> None
 
 
 def test_who_left_is_never_called_dead_and_does_not_come_back_in_that_run() -> None:
-    from gpulayer.core.gossip.messages import Departed, LeaveWanted
-
     net = Net(19)
     hosts = net.start(6)
     leaver = hosts[2]
@@ -330,8 +333,6 @@ def test_who_left_is_never_called_dead_and_does_not_come_back_in_that_run() -> N
 
 
 def test_leaving_ends_in_time_when_nobody_answers_and_at_once_when_nobody_is_there() -> None:
-    from gpulayer.core.gossip.messages import Departed, LeaveWanted
-
     net = Net(20)
     lone = net.add(0)
     effects = net.give(lone, LeaveWanted())
@@ -349,19 +350,100 @@ def test_a_copied_identity_is_noticed_by_both_and_by_the_others() -> None:
     hosts = net.start(3)
     twin = Run(hosts[1].id, 1, 4711)
     alive = hosts[1].gossip._members.word_of(hosts[1].id)
-    from dataclasses import replace
 
     net.give(hosts[0], Received(source=twin, messages=(replace(alive, run=twin),), at=hosts[1].address))
     net.run(2)
-    from gpulayer.model.member import DUPLICATE
 
     assert hosts[1].gossip.own.flags & DUPLICATE
     assert all(host.member(hosts[1].id).flags & DUPLICATE for host in (hosts[0], hosts[2]))
     assert hosts[0].member(hosts[1].id).run == hosts[1].gossip.own.run
 
 
-def test_a_node_says_left_of_nobody_but_itself_matters_to_the_subject() -> None:
+def test_that_we_left_is_for_us_to_say_and_not_believed_from_others() -> None:
     net = Net(23)
     hosts = net.start(3)
     say(net, hosts[1], hosts[0], Left(node=hosts[1].id, epoch=1, incarnation=hosts[1].gossip.own.incarnation))
     assert hosts[1].gossip.own.state == "alive"
+
+
+# --- one address, two members -----------------------------------------------------------------------------------------
+
+
+def test_two_members_at_one_address_are_marked_and_not_buried_and_nobody_else_is_suspected() -> None:
+    """Which of the two a packet reaches changes all the time, as it does with a doubled IP address on one network."""
+    net = Net(24)
+    hosts = net.start(5)
+    twin = net.add(9, address=hosts[4].address)
+    net.give(twin, seeds(hosts[0]))
+    net.run(3.0)
+    pair = {hosts[4].id, twin.id}
+    # A connection does not outlive such a change.
+    net.is_cut = lambda a, b, kind: kind == "stream" and bool({a.id, b.id} & pair)
+    for turn in range(240):
+        net.by_address[twin.address] = (hosts[4], twin)[turn % 2]
+        net.run(0.5)
+    assert not deaths(net)
+    observers = hosts[:4]
+    assert not [c for h in observers for _, c in h.changes if c.after.state == "suspect" and c.after.id not in pair]
+    warned = {effect.code for host in observers for _, effect in host.others if isinstance(effect, Warned)}
+    assert warned == {"duplicate_address"}
+    assert all(host.member(node).flags & DUPLICATE for host in observers for node in pair)
+    net.is_cut = lambda a, b, kind: False
+    net.by_address[twin.address] = hosts[4]
+    net.give(twin, LeaveWanted())
+    net.run(5.0)
+    net.kill(twin)
+    net.run(20.0)
+    assert not any(host.member(hosts[4].id).flags for host in observers), "the other has the address for itself now"
+
+
+def test_a_new_identity_at_an_old_address_does_not_keep_the_old_one_alive() -> None:
+    """A host whose data directory was wiped: nothing is heard of its former node any more."""
+    net = Net(25)
+    hosts = net.start(5)
+    net.kill(hosts[4])
+    anew = net.add(9, address=hosts[4].address)
+    net.give(anew, seeds(hosts[0]))
+    assert net.run_until(lambda: net.all_see(hosts[4].id, "dead"), 120) < 90
+    net.run(5)
+    assert net.all_see(anew.id, "alive")
+
+
+def test_a_lie_that_a_member_has_left_is_refuted_as_any_other() -> None:
+    """One member's word would else put another out of the cluster until that one is restarted."""
+    net = Net(26)
+    hosts = net.start(8)
+    victim, liar = hosts[3], hosts[7]
+    word = Left(node=victim.id, epoch=1, incarnation=victim.gossip.own.incarnation)
+    for host in hosts[:3] + hosts[4:7]:
+        say(net, host, liar, word)
+    assert hosts[0].sees(victim.id) == "left"
+    assert net.run_until(net.is_settled, 10.0) < 5.0
+    for host in hosts[:3] + hosts[4:7]:
+        say(net, host, liar, word)
+    assert net.is_settled(), "an old word is not believed again"
+
+
+def test_reporters_and_witnesses_that_nobody_knows_count_for_nothing() -> None:
+    """One member could else make up as many as a death takes, and the table of them would grow without end."""
+    net = Net(27)
+    hosts = net.start(6)
+    victim, liar = hosts[3], hosts[5]
+    incarnation = victim.gossip.own.incarnation
+    made_up = [NodeId(f"n-{number + 4096:016x}") for number in range(50)]
+    for reporter in made_up:
+        word = Suspect(node=victim.id, epoch=1, incarnation=incarnation, cause="refused", reporter=reporter)
+        say(net, hosts[0], liar, word)
+    assert hosts[0].sees(victim.id) == "alive"
+    say(
+        net,
+        hosts[0],
+        liar,
+        Suspect(node=victim.id, epoch=1, incarnation=incarnation, cause="timeout", reporter=liar.id),
+    )
+    for witness in made_up:
+        say(net, hosts[0], liar, Vouch(node=victim.id, epoch=1, incarnation=incarnation, witness=witness))
+    suspicion = hosts[0].gossip._suspicions.get(victim.id)
+    assert suspicion is not None
+    assert suspicion.vouches == {}
+    assert suspicion.counted == {liar.id}

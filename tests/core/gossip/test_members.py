@@ -82,10 +82,19 @@ def test_leaving_is_final_for_the_run_and_not_for_the_node() -> None:
     table = members()
     table.hear_alive(alive(3), NOW)
     table.leave(B, 3, NOW)
-    assert table.hear_alive(alive(9), NOW) is News.KNOWN
+    assert table.hear_alive(alive(3), NOW) is News.KNOWN
     assert table.all[B].state == "left"
     assert table.hear_alive(alive(0, epoch=2, run_id=8), NOW) is News.JOINED
     assert table.all[B].state == "alive"
+
+
+def test_who_says_anything_newer_has_not_left_whoever_said_so() -> None:
+    table = members()
+    table.hear_alive(alive(3), NOW)
+    table.leave(B, 3, NOW)
+    assert table.hear_alive(alive(4), NOW) is News.CHANGED
+    assert table.all[B].state == "alive"
+    table.check()
 
 
 def test_a_higher_epoch_replaces_a_run_whatever_its_state_and_a_lower_one_changes_nothing() -> None:
@@ -148,6 +157,32 @@ def test_who_was_taken_out_of_the_registry_does_not_come_back_by_a_link() -> Non
     assert table.hear_alive(alive(9), NOW) is News.PENDING
     table.set_registry(frozenset({ME, B}))
     assert table.hear_alive(alive(9), NOW) is News.JOINED
+
+
+def test_of_whom_is_parting_only_the_run_that_is_known_is_heard_and_nothing_when_that_is_over() -> None:
+    table = members()
+    table.set_registry(frozenset({ME, B}))
+    table.hear_alive(alive(), NOW)
+    assert table.set_registry(frozenset({ME}), frozenset({B})) == ([], [])
+    assert not table.is_let_go(table.all[B].run)
+    assert table.hear_alive(alive(1), NOW) is News.CHANGED
+    again = alive(1, epoch=2, run_id=5)
+    assert table.is_let_go(again.run)
+    assert table.hear_alive(again, NOW) is News.PENDING
+    table.check()
+    dropped, _ = table.set_registry(frozenset({ME}))
+    assert dropped == [B]
+    assert table.is_let_go(table.all[B].run)
+
+
+def test_who_is_parting_and_was_never_met_is_not_met_any_more_and_is_when_it_was_let_in_again() -> None:
+    table = members()
+    table.set_registry(frozenset({ME, B}))
+    table.set_registry(frozenset({ME}), frozenset({B}))
+    assert table.hear_alive(alive(), NOW) is News.PENDING
+    table.set_registry(frozenset({ME, B}))
+    assert table.hear_alive(alive(), NOW) is News.JOINED
+    table.check()
 
 
 def test_a_member_that_only_a_link_has_shown_takes_its_first_word_whatever_its_incarnation() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from gpulayer.core.gossip.probe import RELAYED_MAX, ROUNDS_MAX, Probes
+from gpulayer.core.gossip.probe import RELAYED_MAX, RELAYED_PER_ASKER_MAX, ROUNDS_MAX, Probes
 from gpulayer.core.gossip.profile import Profile
 from gpulayer.model.address import Address
 from gpulayer.model.ids import NodeId
@@ -59,7 +59,7 @@ def test_a_round_asks_directly_then_around_and_ends() -> None:
     assert round_ is not None
     assert turns.deadline == NOW + 0.2
     assert turns.due(Instant(NOW + 0.2)) == [round_]
-    round_.is_indirect = True
+    round_.asked_at = Instant(round_.indirect_at)
     assert turns.deadline == NOW + 0.5
     turns.end(round_)
     assert turns.due(Instant(NOW + 1)) == []
@@ -96,9 +96,16 @@ def test_only_the_one_that_was_asked_about_answers_a_relayed_question() -> None:
 def test_questions_on_behalf_of_others_are_bounded() -> None:
     turns = probes()
     for seq in range(2 * RELAYED_MAX):
-        turns.relay(Run(N[1], 1, 1), seq, N[2], 1, NOW)
+        turns.relay(Run(N[1], 1, seq), seq, N[2], 1, NOW)
     turns.check()
-    assert turns.relay(Run(N[1], 1, 1), 10**6, N[2], 1, NOW) is None
+    assert turns.relay(Run(N[3], 1, 1), 10**6, N[2], 1, NOW) is None
+
+
+def test_one_that_asks_much_leaves_room_for_the_questions_of_others() -> None:
+    turns = probes()
+    taken = [turns.relay(Run(N[1], 1, 1), seq, N[2], 1, NOW) is not None for seq in range(2 * RELAYED_MAX)]
+    assert sum(taken) == RELAYED_PER_ASKER_MAX
+    assert turns.relay(Run(N[3], 1, 1), 1, N[2], 1, NOW) is not None
 
 
 def test_after_a_pause_rounds_whose_answers_were_missed_blame_nobody() -> None:

@@ -117,7 +117,7 @@ def test_a_reporter_that_got_no_answer_and_then_a_refusal_counts_as_refused() ->
 def test_the_refusal_of_an_unwell_reporter_proves_nothing() -> None:
     suspicions, held = begun(word(R[0], refused=True, health=5), word(R[1], refused=True))
     assert held.refused == {R[1]}
-    assert suspicions.ends_at(held, N) == BEGAN + PROFILE.suspicion_timeout(N, 1)
+    assert suspicions.ends_at(held, N) == BEGAN + PROFILE.suspicion_timeout(N, N - 1, 1)
 
 
 def test_a_vouch_starts_the_timer_anew_and_voids_what_was_said_before() -> None:
