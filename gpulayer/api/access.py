@@ -18,16 +18,12 @@ from starlette.datastructures import Headers
 from gpulayer.api.facade import NodeFacade
 from gpulayer.api.forwarding import ask_voter
 from gpulayer.api.problems import NotAuthenticated
+from gpulayer.model.access import APPROVED_SECONDS, APPROVED_SECONDS_ALONE
 from gpulayer.model.cluster import ROLES, ClusterState, Role, Token
 from gpulayer.model.errors import PermissionDenied, Unreachable
 from gpulayer.model.ids import TokenId
 from gpulayer.wire.peer import RequestHead
 
-# How long a token that the voter has approved is good at another node without asking again, and so how long one that
-# was revoked may still read there. Whatever the voter itself answers, it judges anew.
-APPROVED_SECONDS = 10.0
-# While no voter answers, nodes still say what they see (P10), to whom they have known just before.
-APPROVED_SECONDS_ALONE = 600.0
 APPROVED_MAX = 1024
 # Strangers with made-up tokens must not keep the voter, or the links to it, busy.
 QUESTIONS_AT_A_TIME_MAX = 8

@@ -162,11 +162,12 @@ class _Guard:
             else:
                 assert caller is not None
                 await self._pass_on(caller, scope, receive, watched_send)
-        except GpulayerError as error:
-            await _refuse(answer_for(error), scope, receive, send)
         except Exception as error:  # noqa: BLE001
             # The edge of one request. A stream that began is cut, so that its client knows that there is more.
-            answer = answer_for_bug(error, scope["method"], scope["path"])
+            if isinstance(error, GpulayerError):
+                answer = answer_for(error)
+            else:
+                answer = answer_for_bug(error, scope["method"], scope["path"])
             if not has_started:
                 await _refuse(answer, scope, receive, send)
 

@@ -1,7 +1,8 @@
 """Where a job serves, by the word of any node: from the log where it is, else from the nodes' records.
 
 A node that is alive, or only suspected, verifies its endpoints itself, once a second. Those of a node that is away are
-listed while this node reaches them, as not verified.
+listed while this node reaches them, as not verified. While a newer word of a node is announced and not here yet, which
+may be that a replica has moved, its endpoints are tried too.
 """
 
 from __future__ import annotations
@@ -131,13 +132,13 @@ async def _ask_leader(moment: Moment, job: str) -> Json:
 
 async def _documents(moments: Moments, moment: Moment, job: JobId) -> list[Json]:
     listed = _listed(moment, job)
-    away = frozenset(seen.id for seen in moment.table.nodes.values() if not seen.is_verified)
-    moments.reach.forget_but(away)
-    reached = await moments.reach.reached((each.node.id, each.endpoint) for each in listed if each.node.id in away)
+    doubtful = frozenset(seen.id for seen in moment.table.nodes.values() if not seen.is_up_to_date)
+    moments.reach.forget_but(doubtful)
+    reached = await moments.reach.reached((each.node.id, each.endpoint) for each in listed if each.node.id in doubtful)
     return [
         _document(moment, each)
         for each in listed
-        if each.node.id not in away or (each.node.id, each.endpoint) in reached
+        if each.node.id not in doubtful or (each.node.id, each.endpoint) in reached
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a handler may ask of its node. node/daemon.py is the only one that fulfils it.
+"""What a handler may ask of its node. node/facade.py is the only one that fulfils it.
 
 Reads are of one moment: take `state` once and go on with that value.
 """

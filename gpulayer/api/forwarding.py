@@ -60,9 +60,9 @@ def _no_leader(voter: NodeSeen | None) -> NoLeader:
             "this node does not know yet which node of its cluster leads",
             hint="try again in a few seconds; gpulayer node list shows whom it sees",
         )
-    why = f" ({voter.reason})" if voter.reason else ""
+    why = f": {voter.reason}" if voter.reason else f" since {_ago(voter.age_seconds)}"
     return NoLeader(
-        f"{voter.name}, which leads the cluster, is {voter.state} since {_ago(voter.age_seconds)}{why}",
+        f"{voter.name}, which leads the cluster, is {voter.state}{why}",
         hint=f"services run on, and gpulayer job endpoints answers here; see to gpulayer up on {voter.name}",
     )
 

@@ -55,7 +55,7 @@ async def leave(request: Request) -> Response:
             hint="let the others leave first, with gpulayer leave on each; a restart of the daemon needs no leave",
         )
     live = _live(node.state)
-    _check_may_stop(live, stop_all, "")
+    _check_may_stop(live, stop_all)
     await _stop(node, live)
     # The end of the daemon would cut the stream that says so.
     return Stream(request, _leave_alone(node), afterwards=node.leave)
@@ -106,7 +106,7 @@ async def node_leaves(request: Request) -> Response:
     if leaving not in node.state.nodes:
         return answer({"state": "left", "left": 0})
     live = _live_on(node.state, leaving)
-    _check_may_stop(live, stop_all, " here")
+    _check_may_stop(live, stop_all, leaving)
     node.keep_empty(leaving, KEPT_EMPTY_SECONDS)
     with trio.move_on_after(WAIT_SECONDS):
         while live := _live_on(node.state, leaving):
@@ -133,16 +133,25 @@ class _Progress:
         return [Item.of({"state": "stopping", "left": left})]
 
 
-def _check_may_stop(live: list[Job], stop_all: bool, where: str) -> None:
+def _check_may_stop(live: list[Job], stop_all: bool, leaving: NodeId | None = None) -> None:
+    """`leaving`: of several nodes, the one whose jobs these are."""
     if live and not stop_all:
-        shown = ", ".join(job.name for job in live[:5]) + (" and more" if len(live) > 5 else "")
+        shown = ", ".join(_told(job, leaving) for job in live[:5]) + (" and more" if len(live) > 5 else "")
         what = f"{len(live)} {'job has' if len(live) == 1 else 'jobs have'}"
         raise Refused(
-            f"{what} not ended{where} ({shown})",
+            f"{what} not ended{'' if leaving is None else ' here'} ({shown})",
             hint="end them first, or say --stop-all to end them now"
-            + (", their replicas on other nodes too" if where else "")
+            + ("" if leaving is None else ", their replicas on other nodes too")
             + "; a restart of the daemon needs no leave",
         )
+
+
+def _told(job: Job, leaving: NodeId | None) -> str:
+    """`web`, or `web with 2 of its 3 replicas`."""
+    here = sum(each.assignment is not None and each.assignment.node == leaving for each in job.replicas)
+    if leaving is None or here == len(job.replicas):
+        return job.name
+    return f"{job.name} with {here} of its {len(job.replicas)} replicas"
 
 
 async def _stop(node: NodeFacade, live: list[Job]) -> None:

@@ -255,7 +255,7 @@ _SEEN: dict[str, Json] = {
 _NODE: dict[str, Json] = {
     **_NAMED_NODE,
     **_SEEN,
-    "conditions": array(text("sluggish, impaired, tcp_impaired, isolated, restarting, duplicate.")),
+    "conditions": array(text("sluggish, impaired, tcp_impaired, isolated, restarting, duplicate, disk_low.")),
     "marks": array(text()),
     "is_self": TRUTH | {"description": "It is the node that answers."},
     "voter": TRUTH | {"description": "The log is there."},

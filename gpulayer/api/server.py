@@ -134,7 +134,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise GpulayerError(
                 f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}",
-                hint="choose another port with --api-port",
+                hint=_hint_for(error),
                 code="port_taken",
             ) from error
         raise Refused(
@@ -143,6 +143,12 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
             code="port_taken",
         ) from error
     return bound
+
+
+def _hint_for(error: OSError) -> str:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "--bind takes an address that this host has (ip address shows them), or 0.0.0.0 for all of them"
+    return "choose another port with --api-port"
 
 
 def _by_whom(port: int) -> str:

@@ -71,6 +71,12 @@ def _seed(node: NodeFacade, advertise: str) -> tuple[str, int]:
             hint="start its daemon with gpulayer up, which listens for them",
         )
     if advertise:
+        if own.is_usable_elsewhere and _bind_for(advertise) is None:
+            raise Refused(
+                f"{node.node_name} is reached at {own.host} by other hosts, and so must be whoever joins it",
+                hint="leave out --advertise; for a second node on this host, add --data-dir DIR, --api-port 0 and "
+                "--peer-port 0 to the command that it prints",
+            )
         return advertise, own.port
     if not own.is_usable_elsewhere:
         raise Refused(

@@ -87,6 +87,8 @@ def _show(cluster: _Cluster) -> None:
     )
     job = client.submit(service([sys.executable, str(script)], name="demo", replicas=2))
     job.endpoints(wait=READY_SECONDS_MAX)
+    doomed, asked = _parts(cluster, job)
+    job = asked.client.job(job.id)
     before = {replica["index"]: replica for replica in job.status()["replicas"]}
     for replica in before.values():
         tell(
@@ -96,7 +98,7 @@ def _show(cluster: _Cluster) -> None:
         time.sleep(CALM_SECONDS)
         first = _kill_replica(cluster, job, before[0], traffic)
         time.sleep(CALM_SECONDS)
-        _kill_daemon(cluster, job, traffic)
+        _kill_daemon(cluster, job, doomed, asked, traffic)
         time.sleep(CALM_SECONDS)
     tell(
         f"requests: {traffic.answered} answered, {traffic.failed} failed (sent to the killed replica before it was "
@@ -133,11 +135,15 @@ def _kill_replica(cluster: _Cluster, job: Job, victim: Document, traffic: _Traff
     return after
 
 
-def _kill_daemon(cluster: _Cluster, job: Job, traffic: _Traffic) -> None:
-    """Of a node that has a replica and does not hold the log."""
+def _parts(cluster: _Cluster, job: Job) -> tuple[_Node, _Node]:
+    """The node whose daemon is killed: it has a replica and does not hold the log. And the one that is asked all along:
+    its daemon stays."""
     hosts = {replica["node"] for replica in job.status()["replicas"]}
-    node = next(node for node in cluster.nodes[1:] if node.name in hosts)
-    other = next(each for each in cluster.nodes[1:] if each is not node)
+    doomed = next(node for node in cluster.nodes[1:] if node.name in hosts)
+    return doomed, next(node for node in cluster.nodes[1:] if node is not doomed)
+
+
+def _kill_daemon(cluster: _Cluster, job: Job, node: _Node, other: _Node, traffic: _Traffic) -> None:
     failed = traffic.failed
     cluster.tell(f"kill -9 {node.process.pid} (the daemon of {node.name}); its replica goes on")
     node.process.kill()

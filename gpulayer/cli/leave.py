@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import Counter
 
 from gpulayer.cli.connection import LOCAL, Connection
-from gpulayer.cli.render import note
+from gpulayer.cli.render import counted, note
 from gpulayer.client.sync import Client
 from gpulayer.model.errors import GpulayerError, Unreachable
 
 # Its answer was sent by then; what is left to it is closing files.
 GONE_SECONDS_MAX = 10.0
+# Of the jobs that end with it, each is named up to here.
+JOBS_NAMED_MAX = 50
 
 
 def leave(*, stop_all: bool = False, connection: Connection = LOCAL) -> None:
@@ -21,10 +24,30 @@ def leave(*, stop_all: bool = False, connection: Connection = LOCAL) -> None:
     Parameters
     ----------
     stop_all
-        Stop every replica first.
+        First end every job that has a replica here, its replicas on other nodes too.
     """
-    leave_and_wait(connection.client(), stop_all=stop_all)
+    client = connection.client()
+    if stop_all:
+        _say_what_ends(client)
+    leave_and_wait(client, stop_all=stop_all)
     note("left; the daemon has ended")
+
+
+def _say_what_ends(client: Client) -> None:
+    """Each job that ends with this node, and how much of it is elsewhere."""
+    try:
+        nodes, jobs = client.nodes(), client.jobs("live")
+        own = next(node for node in nodes if node["is_self"])
+        here = Counter(replica["job"] for replica in client.node(own["id"])["replicas"])
+    except (GpulayerError, StopIteration):
+        return  # whoever cannot be asked now says so when it is asked to leave
+    ending = [job for job in jobs if here[job["id"]] or len(nodes) == 1]
+    for job in ending[:JOBS_NAMED_MAX]:
+        elsewhere = job["replicas"] - here[job["id"]] if len(nodes) > 1 else 0
+        more = f", {elsewhere} of its {counted(job['replicas'], 'replica')} not on {own['name']}" if elsewhere else ""
+        note(f"ends job {job['name']}{more}")
+    if len(ending) > JOBS_NAMED_MAX:
+        note(f"ends {counted(len(ending) - JOBS_NAMED_MAX, 'more job')}")
 
 
 def leave_and_wait(client: Client, *, stop_all: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Any
 
+from gpulayer.cli.known_nodes import endpoints_of
 from gpulayer.cli.render import Row, fitted_table, note, say_json
 from gpulayer.client import calls, logins
 from gpulayer.client.address import Secure, Trust, https_url, parse_url
@@ -190,21 +190,16 @@ def _tried(address: Secure, trust: Trust) -> Login:
     """What is to be kept: the CA has issued the node's certificate, and the token is good."""
     if not trust.token:
         raise InvalidRequest("the token is empty", hint="gpulayer token create, on a node, makes one")
+    if trust.token.startswith("gpj_"):
+        raise InvalidRequest(
+            "this is a token for hosts that join, not one of the API",
+            hint="gpulayer token create --role submit, on a node, makes one",
+        )
     transport = Transport(Secure(address.endpoints, (trust,)), None)
     status = transport.call(calls.status())
     cluster = status.get("cluster_id")
     if not isinstance(cluster, str):
         raise GpulayerError(f"what answers at {address} is not a gpulayer daemon", hint="check the URL")
-    others = _endpoints_of(transport.call(calls.nodes()))
-    endpoints = dict.fromkeys((*address.endpoints, *others))
+    nodes = transport.call(calls.nodes())
+    endpoints = dict.fromkeys((*address.endpoints, *endpoints_of(nodes)))
     return Login(cluster=cluster, endpoints=tuple(endpoints), ca_pem=trust.ca_pem, token=trust.token)
-
-
-def _endpoints_of(nodes: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Where the other nodes have their API: asked where the first one does not answer."""
-    found = []
-    for node in nodes:
-        api = node.get("api")
-        if isinstance(api, str) and api:
-            found.append(split_host_port(api, API_PORT, "api"))
-    return found

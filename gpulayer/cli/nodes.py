@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpulayer.cli.connection import LOCAL, Connection
+from gpulayer.cli.known_nodes import refresh
 from gpulayer.cli.render import (
     Row,
     clean,
@@ -23,6 +24,12 @@ from gpulayer.model.units import format_duration, format_size
 
 NODE_HEADERS = ("NODE", "STATE", "ADDRESS", "CPUS FREE", "MEMORY FREE", "GPUS FREE")
 
+# Of a node that is alive; both last some hundred milliseconds.
+_NOT_SAID = {
+    "none": "it is joining: what it has and runs is not known here yet",
+    "earlier": "it has restarted: what is shown is what it said before",
+}
+
 
 def node_list(*, json: bool = False, connection: Connection = LOCAL) -> None:
     """The nodes of the cluster: alive or since when not, GPUs free and all, and what is wrong with them.
@@ -35,6 +42,7 @@ def node_list(*, json: bool = False, connection: Connection = LOCAL) -> None:
         One JSON document: an array of objects.
     """
     found = connection.client().nodes()
+    refresh(connection, found)
     if json:
         say_json(found)
         return
@@ -144,7 +152,7 @@ def troubles(node: Mapping[str, Any]) -> list[str]:
     """What is wrong with it, in a sentence each."""
     found = [str(node["reason"])] if node["reason"] else []
     if node["record"] != "current" and node["state"] == "alive" and not node["is_self"]:
-        found.append("what it has and runs, its daemon has not said yet")
+        found.append(_NOT_SAID[node["record"]])
     found += [
         f"{device['index'] if device['index'] is not None else device['uuid']} ({device['model']}) is unhealthy: "
         f"{device['unhealthy']}"

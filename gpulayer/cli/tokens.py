@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from gpulayer.cli.connection import LOCAL, Connection
 from gpulayer.cli.render import Row, fitted_table, note, say, say_json, utc
+from gpulayer.model.access import APPROVED_SECONDS, APPROVED_SECONDS_ALONE
 from gpulayer.model.errors import InvalidRequest
 from gpulayer.model.units import format_duration, parse_duration
 
@@ -111,7 +112,7 @@ def _left_of(token: dict[str, Any]) -> str:
 
 
 def token_revoke(token_id: str, /, *, connection: Connection = LOCAL) -> None:
-    """Refuse a token from now on.
+    """Refuse a token from now on; other nodes hear of it within seconds.
 
     Parameters
     ----------
@@ -119,4 +120,8 @@ def token_revoke(token_id: str, /, *, connection: Connection = LOCAL) -> None:
         As `gpulayer token list` shows it.
     """
     connection.client().revoke_token(token_id)
-    note(f"token {token_id} is revoked")
+    alone = format_duration(APPROVED_SECONDS_ALONE)
+    note(
+        f"token {token_id} is revoked: nobody joins and nothing is changed with it any more, and in "
+        f"{format_duration(APPROVED_SECONDS)} no node answers it (one that does not reach the log: in {alone})"
+    )

@@ -1,4 +1,4 @@
-"""gpulayer up: the daemon. Only reads the words; node/config.py judges them, node/daemon.py runs."""
+"""gpulayer up: the daemon. Only reads the words; node/config.py judges them, node/starting.py runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def up(
         Put aside what is in the data directory and start as a new node: its jobs and its cluster are forgotten.
     """
     from gpulayer.node.config import UpOptions
-    from gpulayer.node.daemon import run
+    from gpulayer.node.starting import run
 
     gc.enable()
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GLOBALS = ("--url", "--token", "--data-dir")
-_GROUPS = ("job", "resources", "token")
+# As in app.py, which a test holds this against.
+GROUPS = ("job", "node", "resources", "cluster", "token")
 
 # Options of submit that take no value; all others take one. A test holds this against submit's own signature.
 SUBMIT_FLAGS = frozenset(
@@ -29,7 +30,7 @@ def with_globals_last(words: Sequence[str]) -> list[str]:
             moved.append(rest.pop(0))
         else:
             break
-    is_nested = len(rest) > 1 and rest[0] in _GROUPS and not rest[1].startswith("-")
+    is_nested = len(rest) > 1 and rest[0] in GROUPS and not rest[1].startswith("-")
     named = 2 if is_nested else min(1, len(rest))
     return rest[:named] + moved + rest[named:]
 

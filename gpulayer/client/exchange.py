@@ -111,7 +111,8 @@ def start_hint(address: Address) -> str:
             directory = os.path.dirname(path)
             is_default = directory in ("/var/lib/gpulayer", os.path.expanduser("~/.local/state/gpulayer"))
             command = "gpulayer up" if is_default else f"gpulayer up --data-dir {directory}"
-            return f"start it with: {command}; one that was just started answers in a second"
+            elsewhere = "; a cluster elsewhere: gpulayer login https://HOST:7450" if is_default else ""
+            return f"start it with: {command}; one that was just started answers in a second{elsewhere}"
         case Secure():
             return "is a daemon running there, with --bind, and is its port open to this host?"
         case Loopback(port=port) if port != API_PORT:

@@ -41,6 +41,7 @@ RETRY_DELAY = Duration(1.0)
 REFUSED_DELAY = Duration(10.0)
 # Replicas that are refused in turn take turns in plans; so many of these are remembered.
 TRIED_MAX = 16
+_NOT_SEEN = "it was let in, and has not been seen yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ class StateAdvanced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceableChanged:
-    """Why nothing may be placed on a node now; a node that is left out is open."""
+    """Why nothing may be placed on a node now; empty text: it may. A node that is left out is closed. Before the first
+    of these all are open."""
 
     placeable: Mapping[NodeId, str]
 
@@ -105,7 +107,7 @@ class Leader:
         self._acceptance = Acceptance()
         self._node_changes = NodeChanges(observed_interval)
         self._state = ClusterState()
-        self._placeable: Mapping[NodeId, str] = {}
+        self._placeable_told: Mapping[NodeId, str] = {}
         self._planned: _Inputs | None = None
         self._tried: deque[tuple[_Inputs, Instant]] = deque(maxlen=TRIED_MAX)
         """What the newest plans with placements were made from, and when, while the nodes are as they are. Inputs that
@@ -133,7 +135,7 @@ class Leader:
                     self._node_changes.follow(before, state, now)
                     self._notice_commits(now)
             case PlaceableChanged(placeable=placeable):
-                self._placeable = dict(placeable)
+                self._placeable_told = dict(placeable)
             case NodeSaid(node=node, facts=facts, attempts=attempts, is_heard=is_heard):
                 self._acceptance.hear(node, attempts if is_heard else None, now)
                 self._node_changes.hear(node, facts if is_heard else None, self._state, now)
@@ -177,7 +179,7 @@ class Leader:
         self._planned = inputs
         if not inputs.waiting:
             return []
-        made = plan(self._state, self._placeable)
+        made = plan(self._state, inputs.placeable)
         if not made.placements:
             return []
         self._tried.append((inputs, now))
@@ -193,7 +195,12 @@ class Leader:
         waiting = tuple((job.id, job.revision, tuple(waiting_replicas(job))) for job in waiting_jobs(self._state))
         if not waiting:  # nothing else matters then, and most of the time nothing waits
             return _Inputs(waiting=(), free={}, nodes={})
-        return _Inputs(waiting=waiting, free=free_of(self._state), nodes=self._state.nodes, placeable=self._placeable)
+        return _Inputs(waiting=waiting, free=free_of(self._state), nodes=self._state.nodes, placeable=self._placeable())
+
+    def _placeable(self) -> Mapping[NodeId, str]:
+        """A node that the log has and whoever looks has not yet seen may have died in its join, and never begin."""
+        told = self._placeable_told
+        return {node: told.get(node, _NOT_SEEN) for node in self._state.nodes} if told else {}
 
     def _notice_commits(self, now: Instant) -> None:
         if self._plan_in_flight is not None and self._state.planned_at >= self._plan_in_flight.based_on:

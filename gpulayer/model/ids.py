@@ -12,6 +12,7 @@ NodeId = NewType("NodeId", str)
 JobId = NewType("JobId", str)
 TokenId = NewType("TokenId", str)
 
+NODE_ID_PATTERN = re.compile(r"n-[0-9a-f]{16}")
 NAME_PATTERN = re.compile(r"[a-z0-9-]{1,63}")
 _BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 

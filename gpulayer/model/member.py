@@ -23,6 +23,8 @@ TCP_IMPAIRED = 8
 """Datagrams reach it, connections do not."""
 DUPLICATE = 16
 """Two live runs claim its id, or two members its address."""
+DISK_LOW = 32
+"""The disk of its data directory is nearly full: nothing new may be placed on it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,6 +58,8 @@ class Member:
     """Instant of the last authenticated packet or frame that came directly from this run; 0.0: never."""
     changed_at: float = 0.0
     """Instant of the last change of state here."""
+    doubted_at: float = 0.0
+    """Instant at which it was suspected last: of one that is suspect or dead, since when it has not answered at all."""
 
     @property
     def id(self) -> NodeId:

@@ -39,11 +39,18 @@ class NodeSeen:
     peer_address: Address | None = None
     is_stale: bool = False
     """Its record is that of the run before, or none: this run's is not here yet."""
+    announced_version: int = 0
+    """Of its record, the newest one that was announced and is not here yet; 0: nothing is missing."""
 
     @property
     def is_verified(self) -> bool:
         """Whether what it says of its endpoints still holds, as far as anybody knows."""
         return self.state in ("alive", "suspect") and not self.is_stale
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether that is all that it has said, too. A newer word that is on its way may be that an endpoint moved."""
+        return self.is_verified and not self.announced_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from gpulayer.core.cluster.registry import join_node
 from gpulayer.model.address import Address
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.errors import GpulayerError, InvalidRequest, StorageFailed, Unreachable
-from gpulayer.model.ids import NodeId
+from gpulayer.model.ids import NODE_ID_PATTERN, NodeId
 from gpulayer.runtime import trust
 from gpulayer.wire.join_token import parse_join_token
 from gpulayer.wire.peer import PROTOCOL, JoinAccepted, JoinRejected, JoinRequest
@@ -152,6 +152,8 @@ _CODES = frozenset(
 
 def _command(request: JoinRequest) -> JoinNode:
     """InvalidRequest for what makes no sense; a text that is no token has the code of one that nobody knows."""
+    if not NODE_ID_PATTERN.fullmatch(request.node):  # gossip has no room for any other
+        raise InvalidRequest(f"{request.node!r:.100} is not the id of a node", hint="is this a gpulayer?")
     for host in (request.advertise, request.peer_address.host):
         if _address(host) is None:
             raise InvalidRequest(f"{host!r:.100} is not an IP address", hint="name one with --advertise")
@@ -197,8 +199,9 @@ def _cloned(request: JoinRequest, name: str) -> JoinRejected:
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
+    """Without a scope, which means nothing on another host."""
     try:
-        return ip_address(text)
+        return ip_address(text) if "%" not in text else None
     except ValueError:
         return None
 

@@ -87,6 +87,8 @@ class Config:
     """Of datagrams and links from other nodes, on `bind`; 0: any that is free; None: no other node is spoken to."""
     seeds: tuple[Seed, ...] = ()
     join_token: JoinTokenText | None = None
+    join_token_file: str = ""
+    """Where it is to be, if it is not there any more."""
     name: str
     name_is_derived: bool = False
     """From the host's: where it is in use, the cluster adds a number."""
@@ -190,6 +192,7 @@ def load_config(options: UpOptions, environ: Mapping[str, str], *, uid: int) -> 
         peer_port=parse_count(merged.get("peer_port", PEER_PORT), "peer_port", least=0, most=65535),
         seeds=seeds,
         join_token=_join_token(options, environ, merged.get("join_token_file")),
+        join_token_file=str(merged.get("join_token_file") or ""),
         name=checked_name(str(merged["name"])) if merged.get("name") else _host_name(),
         name_is_derived=not merged.get("name"),
         labels=labels,
@@ -327,15 +330,18 @@ def _join_token(options: UpOptions, environ: Mapping[str, str], file: object) ->
     if text is None and options.join_token_file is None:
         text = environ.get("GPULAYER_JOIN_TOKEN") or None
     if text is None and file:
-        text = _read_token_file(str(file))
+        # One that the configuration names is taken away once the node has joined; way_in() asks for it if it is needed.
+        text = _read_token_file(str(file), may_lack=options.join_token_file is None)
     return parse_join_token(text.strip()) if text is not None else None
 
 
-def _read_token_file(path: str) -> str:
+def _read_token_file(path: str, *, may_lack: bool) -> str | None:
     try:
         with open(path, "rb") as opened:
             return opened.read(_TOKEN_BYTES_MAX).decode("ascii", "replace")
     except OSError as error:
+        if may_lack and isinstance(error, FileNotFoundError):
+            return None
         raise InvalidRequest(
             f"cannot read the join token in {path}: {error.strerror}", hint="name a readable file with --token-file"
         ) from error

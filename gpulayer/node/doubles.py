@@ -4,6 +4,9 @@ The copy starts with a higher epoch than the original has, so that everybody wou
 Hence a node that comes back asks some of its peers before it looks after anything or says a word: one that still hears
 the run before, from an address of its own, says so, and the newcomer ends. A restart is not kept waiting by that: where
 the run before had the same address nobody else can be there now, and one that is gone answers nobody.
+
+Where none of them answers it looks after what it has, and goes on asking: until one has answered it calls nobody, so
+that no epoch of a copy is heard by those who know better.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from gpulayer.core.gossip.core import Gossip
 from gpulayer.core.gossip.messages import Ping
 from gpulayer.model.address import Address
 from gpulayer.model.errors import Refused
-from gpulayer.model.ids import NodeId
 from gpulayer.model.member import RESTARTING, Member
 from gpulayer.runtime.frame_stream import LinkEnded
 from gpulayer.runtime.gossip_socket import GossipSocket
@@ -29,6 +31,8 @@ log = structlog.get_logger()
 CODE = "duplicate_id"
 # One would do; the others are asked for the case that it has just started itself, and knows nobody yet.
 ASKED_MAX = 3
+# Where nobody has answered nothing waits for an answer, and each is asked in turn.
+ASKED_LATER_MAX = 16
 # To connect, be greeted, and wait for what the peer waits for. Where nobody answers replicas are to be looked after.
 ASKED_SECONDS = 1.5
 # Of the run before. On a local network an answer takes a millisecond, on a host that is starved some hundred.
@@ -52,16 +56,18 @@ async def objection(hello: Hello, gossip: Gossip, socket: GossipSocket) -> Goodb
     )
 
 
-async def make_sure(links: PeerLinks, peers: Sequence[tuple[NodeId, Sequence[Address]]]) -> None:
-    """Ask some of the peers whether this node runs elsewhere. Refused (code `duplicate_id`): it does, by one of them.
-    Where none answers it goes on: a node that is alone looks after what it has."""
-    said: list[LinkEnded] = []
+async def make_sure(links: PeerLinks, peers: Sequence[Sequence[Address]]) -> bool:
+    """Ask whoever of the cluster is at these addresses, those of each peer, whether this node runs elsewhere. Refused
+    (code `duplicate_id`): it does, by one of them. False: none has answered, and nobody knows."""
+    said: list[LinkEnded | None] = []
     with trio.move_on_after(ASKED_SECONDS):
         async with trio.open_nursery() as nursery:
-            for node, addresses in peers[:ASKED_MAX]:
-                nursery.start_soon(_ask, links, node, addresses, said)
-    if said:
-        raise Refused(f"this data directory is a copy: {said[0].message}", hint=_HINT, code=CODE)
+            for addresses in peers:
+                nursery.start_soon(_ask, links, addresses, said)
+    for ended in said:
+        if ended is not None:
+            raise Refused(f"this data directory is a copy: {ended.message}", hint=_HINT, code=CODE)
+    return bool(said)
 
 
 _HINT = (
@@ -70,15 +76,17 @@ _HINT = (
 )
 
 
-async def _ask(links: PeerLinks, node: NodeId, addresses: Sequence[Address], said: list[LinkEnded]) -> None:
+async def _ask(links: PeerLinks, addresses: Sequence[Address], said: list[LinkEnded | None]) -> None:
+    """Adds what was answered; None: nothing is wrong."""
     try:
-        stream = await links.open_stream(node, addresses)
+        stream = await links.open_stream(None, addresses)
     except LinkEnded as ended:
         if ended.code == CODE:
             said.append(ended)
         else:
-            log.debug("double.not_told", node=node, reason=ended.message)
+            log.debug("double.not_told", asked=[str(each) for each in addresses], reason=ended.message)
     else:
+        said.append(None)
         await stream.aclose()
 
 

@@ -14,7 +14,7 @@ import trio
 from gpulayer.model.errors import StorageFailed
 from gpulayer.model.event import Event
 from gpulayer.model.ids import NodeId
-from gpulayer.runtime.event_store import EventStore, format_offset
+from gpulayer.runtime.event_store import EventStore, format_offset, is_event
 from gpulayer.wire.peer import EventsKept, EventsOffered, EventsTold
 
 log = structlog.get_logger()
@@ -89,4 +89,4 @@ def keep_events(events: EventStore, node: NodeId, told: EventsOffered | EventsTo
 
 
 def _own(told: tuple[Event, ...], node: NodeId) -> list[Event]:
-    return [event for event in told if event.source == node and 0 <= event.epoch < 10**18 and 0 <= event.seq < 10**18]
+    return [event for event in told if event.source == node and is_event(event)]

@@ -1,6 +1,6 @@
 """The part of a node that holds no log: what it is told to run, what it reports, whom it passes joining hosts on to.
 
-Every node of a cluster has this half or the other one, node/voting.py; node/daemon.py sees both alike.
+Every node of a cluster has this half or the other one, node/voting.py; node/place.py holds either.
 """
 
 from __future__ import annotations

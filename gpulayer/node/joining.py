@@ -22,8 +22,10 @@ from gpulayer.model.address import Address
 from gpulayer.model.errors import GpulayerError, InvalidRequest, PermissionDenied, Refused
 from gpulayer.model.ids import NodeId
 from gpulayer.model.node import Capabilities
+from gpulayer.model.places import PEER_PORT
 from gpulayer.node.config import Config, Seed
 from gpulayer.runtime import trust
+from gpulayer.runtime.failpoints import failpoint
 from gpulayer.runtime.identity import DataDir, Membership, membership, note_membership
 from gpulayer.runtime.peer_cache import CachedPeer, PeerCache
 from gpulayer.runtime.peer_greeting import ask_to_join
@@ -79,18 +81,26 @@ Ask: TypeAlias = Callable[[Address, str, JoinRequest], Awaitable[JoinAccepted | 
 def way_in(config: Config, data: DataDir) -> WayIn:
     """Whether this start makes a cluster, joins one, or comes back to the one that the data directory is of.
 
-    Refused (code `other_cluster`): it is of a cluster, and is told to join another. InvalidRequest: no token."""
+    Refused: it is of a cluster and is told to join another (code `other_cluster`), or others would not reach it there
+    (`unreachable`). InvalidRequest: a token without an address, or an address without a token."""
     member = membership(data.path)
     if member is None:
         if not config.seeds:
+            if config.join_token is not None:
+                raise InvalidRequest(
+                    "a join token is given, and no node of the cluster that it is for",
+                    hint="add --join HOST:PORT; without the token this host makes a cluster of its own",
+                )
             return "found"
         if config.join_token is None:
             raise InvalidRequest(
-                f"--join {config.seeds[0]} needs a join token",
+                f"--join {config.seeds[0]} needs a join token"
+                + (f", and there is no file {config.join_token_file}" if config.join_token_file else ""),
                 hint="gpulayer token create --join, on a node of that cluster, prints one; give it in a file with "
                 "--token-file, or in $GPULAYER_JOIN_TOKEN",
             )
         return "join"
+    _refuse_loopback_among_others(config, data)
     if not config.seeds or config.join_token is None:
         return "return"
     own_pin = _own_pin(data)
@@ -108,6 +118,21 @@ def way_in(config: Config, data: DataDir) -> WayIn:
     return "return"
 
 
+def _refuse_loopback_among_others(config: Config, data: DataDir) -> None:
+    """Its own links would work from there; but its endpoints, and its requests for the log, would lead nowhere."""
+    if not config.advertise or Address(config.advertise, 1).is_usable_elsewhere:
+        return
+    peers = PeerCache(data.path / "peers.json").peers
+    away = next((peer for peer in peers for address in peer.addresses if address.is_usable_elsewhere), None)
+    if away is not None:
+        raise Refused(
+            f"no other host can reach {config.advertise}, which this node advertises, and its cluster has nodes on "
+            f"other hosts ({away.name or away.id})",
+            hint="start it with --bind, as when it joined; or put bind into /etc/gpulayer/gpulayer.toml",
+            code="unreachable",
+        )
+
+
 async def join(
     applicant: Applicant, seeds: Iterable[Seed], token: JoinTokenText, *, rng: Random, ask: Ask = ask_to_join
 ) -> Joined:
@@ -122,11 +147,18 @@ async def join(
             return joined
         if trio.current_time() - said_at >= SAID_SECONDS:
             said_at = trio.current_time()
-            log.warning("join.no_answer", tried=tried.failures, hint="it is tried again until somebody answers")
+            tried_ = "; ".join(f"{where}: {why}" for where, why in tried.failures.items())
+            log.warning("join.no_answer", tried=tried_, hint="it is tried again until somebody answers")
         most = DELAY_MAX_UNRESOLVED if tried.is_unresolved else DELAY_MAX
         delay = min(most, DELAY_MIN * 2 ** min(tries, 10)) * rng.uniform(0.5, 1.0)
         await trio.sleep(max(DELAY_MIN, delay))
         tries += 1
+
+
+def _told(error: GpulayerError) -> str:
+    if error.code == "bad_frame":  # of the cluster, as its certificate says, and no peer port
+        return f"what listens there is not for nodes; is it the port of the API? They join at {PEER_PORT} (--peer-port)"
+    return error.message
 
 
 class _Round:
@@ -174,7 +206,7 @@ class _Round:
             self.failures[str(address)] = f"no answer within {ASK_SECONDS:g} s"
             return
         except GpulayerError as error:
-            self.failures[str(address)] = error.message
+            self.failures[str(address)] = _told(error)
             if error.code == "wrong_authority":
                 self._wrong.append(error)
             if error.code != "protocol":
@@ -220,7 +252,9 @@ def keep(data: DataDir, joined: Joined, keys: KeyPair) -> None:
             hint="choose another --data-dir, or give up what it has with --abandon-state",
             code="other_cluster",
         )
-    TrustFiles(data.path).write(
+    failpoint("join.before_keep")
+    files = TrustFiles(data.path)
+    files.write(
         certificate_pem=accepted.certificate_pem,
         private_key_pem=keys.private_pem,
         ca_certificate_pem=accepted.ca_certificate_pem,
@@ -229,8 +263,10 @@ def keep(data: DataDir, joined: Joined, keys: KeyPair) -> None:
     cache = PeerCache(data.path / "peers.json")
     cache.update(CachedPeer(id=node, name="", addresses=(address,)) for node, address in accepted.peers)
     cache.write()
+    failpoint("join.before_membership")
     member = Membership(cluster_id=accepted.cluster_id, is_voter=False, name=accepted.name, voter=accepted.voter)
     note_membership(data, member)
+    files.has_joined()
     for warning in accepted.warnings:
         log.warning("join.warned", text=warning)
     log.info("join.joined", cluster=accepted.cluster_id, name=accepted.name, advertise=joined.advertise)

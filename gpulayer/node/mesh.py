@@ -57,8 +57,10 @@ from gpulayer.runtime.peer_cache import CachedPeer, PeerCache
 from gpulayer.runtime.peer_greeting import Refusal
 from gpulayer.runtime.peer_links import PeerLinks
 from gpulayer.runtime.peer_sockets import PeerSockets
+from gpulayer.runtime.trust import Contexts, is_usable
 from gpulayer.runtime.trust_files import TrustFiles
-from gpulayer.wire.codec import DecodeError
+from gpulayer.runtime.watch import Watch
+from gpulayer.wire.codec import DecodeError, EncodeError
 from gpulayer.wire.datagram import OVERHEAD
 from gpulayer.wire.gate import PacketGate
 from gpulayer.wire.gossip import HEAD_BYTES, decode, encode, size_of
@@ -81,9 +83,14 @@ log = structlog.get_logger()
 
 # Names are looked up again while nobody of the cluster is met.
 RESOLVE_SECONDS = 10.0
+# While nobody has told this node that it is the only one of its id: the first pause between two askings, doubling.
+SURE_DELAY = 0.25
+SURE_DELAY_MAX = 2.0
 # A table is made for a request, and serves those that come in the same moment.
 TABLE_SECONDS = 0.02
 WARNINGS_MAX = 16
+# A disk that refuses the key ring is asked again.
+KEEP_AGAIN_SECONDS = 60.0
 # What the members hear at once, before a daemon that was told to stop is gone.
 FAREWELL_SECONDS = 0.3
 # So long a node that was let go may say goodbye.
@@ -103,6 +110,7 @@ class Mesh:
         sockets: PeerSockets,
         trust: TrustFiles,
         ring: KeyRing,
+        registry: Mapping[NodeId, str] | None,
         cache: PeerCache,
         seeds: Sequence[Seed],
         voter: NodeId | None,
@@ -116,18 +124,20 @@ class Mesh:
         on_bulk: Callable[[Run, FrameStream], Awaitable[None]],
         profile: Profile | None = None,
     ) -> None:
-        """`entropy`: 64 bytes of chance. Callbacks without `await` never wait: `on_frame` gets what is not gossip's,
-        `on_link` is told whether a link to a node stands, `on_member` of changes and the member's name, `on_record`
-        whose record has changed, `on_change` that the table has."""
+        """`registry`: the names of those that are admitted, as far as known. `entropy`: 64 bytes of chance.
+
+        Callbacks without `await` never wait: `on_frame` gets what is not gossip's, `on_link` is told whether a link to
+        a node stands, `on_member` of changes and the member's name, `on_record` whose record has changed, `on_change`
+        that the table has."""
         profile = profile or Profile()
         self.name, self.cluster_id, self.voter = name, cluster_id, voter
         self._own_run = own
         self._trust, self._cache, self._seeds = trust, cache, tuple(seeds)
         self._on_frame, self._on_link, self._on_member = on_frame, on_link, on_member
-        self._on_record, self._on_change = on_record, on_change
+        self._on_record, self._on_change, self._on_bulk = on_record, on_change, on_bulk
         self._listening = sockets.links
         self._contexts = trust.contexts()
-        self.ring = ring
+        self._ring: Watch[KeyRing] = Watch(ring)
         self._gate = PacketGate(own, cluster_id, ring, entropy[:32], packet_bytes_max=profile.packet_bytes_max)
         self._gate.set_allowed(self._is_allowed)
         self._socket = GossipSocket(
@@ -152,7 +162,7 @@ class Mesh:
             on_down=self._link_down,
             on_frame=self._frame,
             on_join=on_join,
-            on_bulk=on_bulk,
+            on_bulk=self._stream_opened,
             on_refused=self._refused,
             doubts=self._doubts,
             members_max=profile.members_max,
@@ -166,7 +176,14 @@ class Mesh:
         self._version = 0
         self._table: tuple[int, float, Table] | None = None
         self._departed = trio.Event()
+        self._is_sure = False
+        """Whether a member has said that this node does not run elsewhere, or there is none."""
+        self._visited = trio.Event()
+        self._nameless: dict[NodeId, MemberChanged] = {}
+        """Who has come, and is logged when its record says how it is called."""
         self._warned: deque[str] = deque(maxlen=WARNINGS_MAX)
+        if registry is not None:
+            self.set_registry(registry)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -177,25 +194,55 @@ class Mesh:
 
     async def make_sure_of_itself(self) -> None:
         """While it listens, and before it runs. Refused (code `duplicate_id`): another daemon is this node."""
-        # The voter first: it is told of whoever is there.
-        known = sorted(self._cache.peers, key=lambda peer: peer.id != self.voter)
-        await doubles.make_sure(
-            self.links, [(each.id, each.addresses) for each in known if each.id != self._own_run.node]
-        )
+        known = self._to_ask()[: doubles.ASKED_MAX]
+        self._is_sure = not known or await doubles.make_sure(self.links, known)
+
+    def _to_ask(self) -> list[Sequence[Address]]:
+        """Where somebody is who may know. The voter first: it is told of whoever is there."""
+        known: dict[NodeId, Sequence[Address]] = {each.id: each.addresses for each in self._cache.peers}
+        known |= {each.id: each.addresses for each in self.gossip.members().values() if each.addresses}
+        known.pop(self._own_run.node, None)
+        return [known[node] for node in sorted(known, key=lambda node: node != self.voter)]
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """For good, once it listens."""
+        """For good, once it listens. Refused as make_sure_of_itself(), where nobody could tell it then."""
         self._listening_since = trio.current_time()
         async with trio.open_nursery() as nursery:
             await nursery.start(self._socket.run, self._inbox.put_nowait)
-            self._say(SetSeeds(addresses=self._remembered()))
             nursery.start_soon(self._drive)
             nursery.start_soon(self._cache.run)
             nursery.start_soon(self._part)
+            nursery.start_soon(self._keep_ring)
+            task_status.started()
+            await self._become_sure()
+            self._say(SetSeeds(addresses=self._remembered()))
             if self._seeds:
                 nursery.start_soon(self._look_up_seeds)
             self.follow(self.voter)
-            task_status.started()
+
+    async def _become_sure(self) -> None:
+        """Until a member has answered that this node does not run elsewhere. Whoever comes meanwhile is heard."""
+        turn, delay = 0, SURE_DELAY
+        while not self._is_sure:
+            with trio.move_on_after(delay):
+                await self._visited.wait()
+            self._visited, delay = trio.Event(), min(delay * 2, SURE_DELAY_MAX)
+            known = self._to_ask()
+            first = turn % max(1, len(known))
+            turn += doubles.ASKED_LATER_MAX
+            asked = (known[first:] + known[:first])[: doubles.ASKED_LATER_MAX]
+            if await doubles.make_sure(self.links, [*asked, *await self._resolved_seeds()]):
+                self._is_sure = True
+                self._changed()
+
+    async def _resolved_seeds(self) -> list[Sequence[Address]]:
+        found: list[Sequence[Address]] = []
+        for seed in self._seeds:
+            try:
+                found.append(await resolved(seed))
+            except OSError as error:
+                log.debug("seed.not_found", seed=str(seed), reason=str(error))
+        return found
 
     async def _drive(self) -> None:
         # What has arrived is heard before anybody is blamed for not having answered.
@@ -205,11 +252,8 @@ class Mesh:
         while True:
             if self.gossip.is_isolated:
                 found = [*self._remembered()]
-                for seed in self._seeds:
-                    try:
-                        found += await resolved(seed)
-                    except OSError as error:
-                        log.debug("seed.not_found", seed=str(seed), reason=str(error))
+                for addresses in await self._resolved_seeds():
+                    found += addresses
                 self._say(SetSeeds(addresses=tuple(dict.fromkeys(found))))
             await trio.sleep(RESOLVE_SECONDS)
 
@@ -227,6 +271,7 @@ class Mesh:
         """LEFT, and who was to hear it has said that it did, as far as that could be waited for."""
         self._say(LeaveWanted())
         await self._departed.wait()
+        await trio.to_thread.run_sync(self._cache.forget)
         await self.links.close_all(Goodbye(code="left", message=f"node {self.name} has left"))
 
     # --- what it is told ------------------------------------------------------------------------------------------
@@ -250,7 +295,7 @@ class Mesh:
         for node in gone:
             # It was let go and says so itself in a moment: with LEFT, which is to be heard.
             self._parting.setdefault(node, trio.current_time() + PARTING_SECONDS)
-        self._say(SetRegistry(nodes=frozenset(names) | self._parting.keys()))
+        self._say(SetRegistry(nodes=frozenset(names), parting=frozenset(self._parting)))
         self._changed()
 
     async def _part(self) -> None:
@@ -262,9 +307,9 @@ class Mesh:
             if over and self._registry is not None:
                 self._removed |= over
                 self._parting = {node: until for node, until in self._parting.items() if node not in over}
-                self._say(SetRegistry(nodes=frozenset(self._registry) | self._parting.keys()))
-                for node in over & self.links.links.keys():
-                    self.links.close(node)
+                self._say(SetRegistry(nodes=frozenset(self._registry), parting=frozenset(self._parting)))
+                for node in over:
+                    self.links.expel(node)
 
     def follow(self, leader: NodeId | None) -> None:
         """Whose link is kept, and to whom our record goes at once."""
@@ -272,29 +317,41 @@ class Mesh:
         self._say(SetLeader(node=leader))
         self.links.keep([leader] if leader is not None and leader != self._own_run.node else [])
 
+    @property
+    def ring(self) -> KeyRing:
+        """The gossip keys."""
+        return self._ring.value
+
     def set_ring(self, ring: KeyRing) -> None:
-        """A newer key ring. StorageFailed: it is used, and asked for again at the next start."""
+        """One that is newer is used at once, and kept."""
         if ring.version <= self.ring.version:
             return
-        self.ring = ring
+        self._ring.set(ring)
         self._gate.set_ring(ring)
         self._say(SetSelf(key_ids=_ids(ring)))
         log.info("keys.changed", version=ring.version, keys=[f"{key:08x}" for key in _ids(ring)])
-        self._trust.write_key_ring(ring)
 
-    def renew_certificate(self, certificate_pem: str) -> None:
-        """Used from the next handshake on. PermissionDenied, StorageFailed: it is not."""
-        self._trust.replace_certificate(certificate_pem)
-        self._contexts = self._trust.contexts()
+    async def _keep_ring(self) -> None:
+        # Beside the loop, which answers its peers while a disk takes its time.
+        kept = self._ring.value.version
+        while True:
+            ring = await self._ring.wait_for(lambda ring, kept=kept: ring.version > kept)  # type: ignore[misc]
+            try:
+                await trio.to_thread.run_sync(self._trust.write_key_ring, ring)
+                kept = ring.version
+            except StorageFailed as error:
+                log.warning("keys.not_kept", reason=error.message)
+                await trio.sleep(KEEP_AGAIN_SECONDS)
 
-    def refresh_contexts(self) -> None:
-        """The files hold another certificate now."""
-        self._contexts = self._trust.contexts()
+    def use_contexts(self, contexts: Contexts) -> None:
+        """Of another certificate, from the next handshake on."""
+        self._contexts = contexts
 
     def tell_all(self, frame: PeerFrame) -> None:
-        """Over every link that stands."""
+        """Over every link that stands, to those that are admitted."""
         for node in self.links.links:
-            self.links.send(node, (), frame)
+            if self._is_admitted(node):
+                self.links.send(node, (), frame)
 
     def send(self, node: NodeId, frame: PeerFrame) -> None:
         """Over the link to it, which is opened if there is none."""
@@ -321,7 +378,11 @@ class Mesh:
         record = self.record(node)
         if record.facts is not None:
             return record.facts.name
-        return (self._registry or {}).get(node, node)
+        told = (self._registry or {}).get(node, node)
+        if told != node:
+            return told
+        # One that has been away since before this start: as it was called then.
+        return next((peer.name for peer in self._cache.peers if peer.id == node and peer.name), node)
 
     def record(self, node: NodeId) -> NodeRecord:
         """What a node's record says; an empty one where none is here."""
@@ -341,10 +402,11 @@ class Mesh:
             registry=self._registry,
             now=now,
             heard_at=self.gossip.heard_at,
-            is_isolated=self.gossip.is_isolated,
+            is_isolated=not self._is_sure or self.gossip.is_isolated,
             listening_since=self._listening_since,
             leader=self.voter,
             stale=[node for node in members if self.gossip.is_stale(node)],
+            announced={node: self.gossip.announced_version(node) for node in members},
         )
         self._table = self._version, now, table
         return table
@@ -371,7 +433,13 @@ class Mesh:
                 self._socket.send(to, address, messages)
             case SendFrame(to=to, addresses=addresses, messages=messages):
                 is_probe = any(isinstance(message, Ping) for message in messages)
-                self.links.send(to, addresses, GossipFrame(payload=encode(messages)), urgent=is_probe)
+                try:
+                    frame = GossipFrame(payload=encode(messages))
+                except EncodeError as error:
+                    # What one record provokes must not end every daemon that passes it on.
+                    log.warning("gossip.frame_unsendable", to=to, reason=str(error))
+                else:
+                    self.links.send(to, addresses, frame, urgent=is_probe)
             case Contact(address=address):
                 self.links.contact(address)
             case CloseLink(node=node):
@@ -380,9 +448,12 @@ class Mesh:
                 self._member_changed(effect)
             case MemberForgotten(node=node):
                 self._records.pop(node, None)
+                self._nameless.pop(node, None)
                 self._gate.forget(node)
                 self._changed()
             case RecordChanged(node=node):
+                if (change := self._nameless.pop(node, None)) is not None:
+                    _log_change(change, self.name_of(node))
                 self._on_record(node)
                 self._changed()
             case Departed(acknowledged=acknowledged):
@@ -397,14 +468,12 @@ class Mesh:
         before, after = change.before, change.after
         name = self.name_of(after.id)
         if before is None or before.state != after.state or before.run != after.run:
-            log.info(
-                f"member.{after.state}",
-                member=name,
-                id=after.id,
-                epoch=after.run.epoch,
-                text=change.text,
-                **({"cause": after.cause} if after.cause else {}),
-            )
+            if (earlier := self._nameless.pop(after.id, None)) is not None:
+                _log_change(earlier, name)
+            if name == after.id and after.state == "alive":
+                self._nameless[after.id] = change
+            else:
+                _log_change(change, name)
         if after.state != "left" and after.id != self._own_run.node:
             self._remember(after, name)
         elif after.state == "left":
@@ -424,8 +493,22 @@ class Mesh:
     # --- links ----------------------------------------------------------------------------------------------------
 
     def _is_allowed(self, node: NodeId) -> bool:
-        # A certificate shows that it was admitted once, which the registry may tell us a moment later.
+        """Whose links and datagrams are taken."""
+        if self.voter == self._own_run.node and self._registry is not None:
+            return node in self._registry or node in self._parting
+        # Its certificate shows that it was admitted once, and the registry may be told us a moment later.
         return node not in self._removed
+
+    def _is_admitted(self, node: NodeId) -> bool:
+        """Who may have more than gossip: the keys, and answers."""
+        return self._registry is None or node in self._registry
+
+    async def _stream_opened(self, run: Run, stream: FrameStream) -> None:
+        if self._is_admitted(run.node) or run.node in self._parting:
+            await self._on_bulk(run, stream)
+        else:
+            log.warning("bulk.refused", node=run.node)
+            await stream.aclose(Goodbye(code="not_a_member", message=f"node {run.node} is not in the registry here"))
 
     def _hello(self, use: Use) -> Hello:
         return Hello(
@@ -445,6 +528,7 @@ class Mesh:
         self._say(LinkUp(run=hello.run, addresses=hello.addresses, is_ours=is_ours))
         if hello.key_ring_version > self.ring.version:
             self.links.send(hello.run.node, (), KeyRingWanted(have=self.ring.version))
+        self._visited.set()
         self._on_link(hello.run.node, True)
 
     def _link_down(self, node: NodeId | None, address: Address | None, why: Why) -> None:
@@ -462,20 +546,19 @@ class Mesh:
                 else:
                     self._say(Received(source=run, messages=messages))
             case KeyRingWanted(have=have):
-                if self.ring.version > have:
+                if self.ring.version > have and self._is_admitted(run.node):
                     self.links.send(run.node, (), KeyRingGiven(ring=self.ring))
             case KeyRingGiven(ring=ring):
-                self._take_ring(ring)
+                self._take_ring(run.node, ring)
             case _:
                 self._on_frame(run, frame)
 
-    def _take_ring(self, ring: KeyRing) -> None:
-        if not ring.keys:
-            return
-        try:
+    def _take_ring(self, node: NodeId, ring: KeyRing) -> None:
+        if self.voter == self._own_run.node or not is_usable(ring):
+            # What the log says is not told to who has it by anybody else.
+            log.warning("keys.not_taken", node=node, version=ring.version)
+        else:
             self.set_ring(ring)
-        except StorageFailed as error:
-            log.warning("keys.not_kept", reason=error.message)
 
     def _unknown_key(self, key_id: int) -> None:
         """Somebody seals with a key that we lack: the leader has it, or whoever else has a link to us."""
@@ -504,6 +587,18 @@ class Mesh:
             self._warned.append(text)
             if node == self._own_run.node:
                 self.set_flag(DUPLICATE, True)
+
+
+def _log_change(change: MemberChanged, name: str) -> None:
+    after = change.after
+    log.info(
+        f"member.{after.state}",
+        member=name,
+        id=after.id,
+        epoch=after.run.epoch,
+        text=change.text,
+        **({"cause": after.cause} if after.cause else {}),
+    )
 
 
 def _ids(ring: KeyRing) -> tuple[int, ...]:

@@ -33,8 +33,9 @@ from gpulayer.model.errors import GpulayerError, NotFound, Refused
 from gpulayer.model.places import SOCKET_NAME
 from gpulayer.model.replica import Reason
 from gpulayer.node.config import Config, Neighbour, UpOptions, load_config
-from gpulayer.node.daemon import Daemon, run_node
+from gpulayer.node.facade import Facade
 from gpulayer.node.notify import ServiceNotifier
+from gpulayer.node.starting import run_node
 from gpulayer.runtime.identity import known_node_id, open_data_dir
 from gpulayer.runtime.private_dirs import end_runs, open_private_dir, remove, remove_leftovers
 from gpulayer.runtime.telemetry import configure_logs
@@ -113,22 +114,22 @@ def _neighbour(config: Config) -> Neighbour | None:
     return Neighbour(data_dir=config.data_dir, node_id=node_id)
 
 
-async def _until_the_end(daemon: Daemon, *, data_dir: Path) -> None:
+async def _until_the_end(node: Facade, *, data_dir: Path) -> None:
     async with trio.open_nursery() as nursery:
         asked, parent_gone = trio.Event(), trio.Event()
         nursery.start_soon(_wait_for_parent, asked, parent_gone)
         nursery.start_soon(_wait_for_signal, asked)
-        nursery.start_soon(_tell_ready, daemon, data_dir)
+        nursery.start_soon(_tell_ready, node, data_dir)
         await asked.wait()
         try:
-            await _stop_all(daemon)
+            await _stop_all(node)
             # Who reads what the job wrote last is not to find nobody.
             with trio.move_on_after(LAST_WORDS_SECONDS_MAX):
                 await parent_gone.wait()
-            await daemon.leave()
+            await node.leave()
         except GpulayerError:
             # What cannot be written down is done by the shims.
-            daemon.stop_requested.set()
+            node.stop_requested.set()
         nursery.cancel_scope.cancel()
 
 
@@ -147,24 +148,24 @@ async def _wait_for_signal(asked: trio.Event) -> None:
             asked.set()
 
 
-async def _tell_ready(daemon: Daemon, data_dir: Path) -> None:
+async def _tell_ready(node: Facade, data_dir: Path) -> None:
     seen = 0
-    while daemon.not_ready:
-        seen = await daemon.wait_for_change(seen)
+    while node.not_ready:
+        seen = await node.wait_for_change(seen)
     _tell({"ready": True})
     # Beside the job, which shall not wait for the traces of others.
     await trio.to_thread.run_sync(remove_leftovers, data_dir, abandon_on_cancel=True)
 
 
-async def _stop_all(daemon: Daemon) -> None:
+async def _stop_all(node: Facade) -> None:
     """Until nothing lives, also of what is submitted meanwhile."""
-    while live := [job for job in daemon.state.jobs.values() if job.is_live]:
-        seen = daemon.version_of_view
+    while live := [job for job in node.state.jobs.values() if job.is_live]:
+        seen = node.version_of_view
         for job in live:
             if job.stopping is None:
                 with suppress(Refused, NotFound):  # it ended meanwhile
-                    await daemon.propose(StopJob(job=job.id, reason=_STOPPED))
-        await daemon.wait_for_change(seen)
+                    await node.propose(StopJob(job=job.id, reason=_STOPPED))
+        await node.wait_for_change(seen)
 
 
 def _tell(document: object) -> None:

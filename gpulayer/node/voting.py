@@ -1,6 +1,6 @@
 """The part of a node that holds the log: the voter, what it owes the cluster as its leader, and whom it lets in.
 
-Every node of a cluster has this half or the other one, node/following.py; node/daemon.py sees both alike. Until
+Every node of a cluster has this half or the other one, node/following.py; node/place.py holds either. Until
 consensus is there a cluster has one voter, its first node.
 """
 
@@ -16,7 +16,7 @@ import trio
 from gpulayer.core.cluster.applied import Accepted
 from gpulayer.core.cluster.commands import AdmitNode, Command, CreateCluster, FoundTrust, RetireKey, UseKey
 from gpulayer.core.leader import Leader, LeaderEvent, NodeSaid, PlaceableChanged, ProposalFailed, Propose, StateAdvanced
-from gpulayer.core.orders.changes import orders_of
+from gpulayer.core.orders.changes import order_changes, orders_of
 from gpulayer.core.orders.messages import OrdersAsked, OrdersHeard, Reported
 from gpulayer.core.replica.messages import Order
 from gpulayer.model.address import Address
@@ -48,6 +48,9 @@ log = structlog.get_logger()
 # A key that was replaced opens what was sealed with it for another day: for nodes that are away, and slow to hear.
 OLD_KEY_SECONDS = 24 * 3600.0
 ROTATION_LOOKS_SECONDS = 1.0
+# As many as one node passes on at a time; of all of them, a few are judged at once (Admission).
+FORWARDED_MAX = 64
+_BUSY = JoinRejected(code="no_leader", message=f"{FORWARDED_MAX} hosts are joining", hint="it is tried again")
 _STARTING = JoinRejected(code="no_leader", message="this node is starting", hint="try again in a second")
 
 
@@ -82,6 +85,8 @@ class Voting:
         self._given = OrdersGiven(send=outside.send, propose=voter.propose_nowait, state=lambda: self.voter.state.value)
         self._orders: Mapping[AttemptId, Order] = {}
         self._admission: Admission | None = None
+        self._forwarded = 0
+        """Requests to join that other nodes have passed on, under way."""
         self._plan_trouble = ""
         """Why plans are not committed now: said once, not with every try."""
         self._nursery: trio.Nursery | None = None
@@ -139,9 +144,11 @@ class Voting:
             case OrdersAsked() | OrdersHeard() | Reported():
                 self._given.from_node(node, frame)
             case JoinForwarded():
-                if self._nursery is None:
-                    self._outside.send(node, JoinForwardAnswered(serial=frame.serial, answer=_STARTING))
+                if self._nursery is None or self._forwarded >= FORWARDED_MAX:
+                    answer = _STARTING if self._nursery is None else _BUSY
+                    self._outside.send(node, JoinForwardAnswered(serial=frame.serial, answer=answer))
                 else:
+                    self._forwarded += 1
                     self._nursery.start_soon(self._forwarded_join, node, frame)
             case CertificateWanted():
                 self._certify(node, frame)
@@ -211,16 +218,26 @@ class Voting:
         while True:
             state = await self.voter.state.wait_for(lambda value, seen=seen: value is not seen)  # type: ignore[misc]
             ring_is_new = seen is not None and seen.key_ring.version != state.key_ring.version
-            seen = state
+            before, seen = seen, state
             self._leader_inbox.put_nowait(StateAdvanced(state=state))
             self._given.advanced(state)
-            orders = orders_of(state, self._node)
-            if orders != tuple(self._orders.values()):
-                self._orders = {order.assignment.id: order for order in orders}
-                self._outside.orders(orders)
+            self._take_orders(before, state)
             self._outside.changed()
             if ring_is_new:
                 self._outside.tell_all(KeyRingGiven(ring=state.key_ring))
+
+    def _take_orders(self, before: ClusterState | None, state: ClusterState) -> None:
+        """What has changed of this node's own goes to the agent. `before`: None at the start."""
+        if before is None:
+            orders = {order.assignment.id: order for order in orders_of(state, self._node)}
+        elif (changes := order_changes(before, state).get(self._node)) is not None:
+            kept = {attempt: order for attempt, order in self._orders.items() if attempt not in changes.gone}
+            orders = kept | changes.changed
+        else:
+            return
+        if orders != self._orders:
+            self._orders = orders
+            self._outside.orders(tuple(orders.values()))
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +267,10 @@ class Voting:
         return await self._admission.admit(request, observed)
 
     async def _forwarded_join(self, node: NodeId, frame: JoinForwarded) -> None:
-        answer = await self.admit(frame.request, frame.observed)
+        try:
+            answer = await self.admit(frame.request, frame.observed)
+        finally:
+            self._forwarded -= 1
         self._outside.send(node, JoinForwardAnswered(serial=frame.serial, answer=answer))
 
     def _certify(self, node: NodeId, wanted: CertificateWanted) -> None:

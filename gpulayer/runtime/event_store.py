@@ -107,6 +107,12 @@ async def open_event_store(path: str | os.PathLike[str], *, keep: int = KEEP) ->
     return store
 
 
+def is_event(event: Event) -> bool:
+    """Whether the store takes it: who has it from another node has to ask."""
+    number = (event.epoch, event.seq)
+    return bool(_SOURCE.fullmatch(event.source)) and min(number) >= 0 and max(number) < 10**18
+
+
 class EventStore:
     """Made by `open_event_store`. All methods are called in the trio thread; `close` it before that ends."""
 
@@ -148,7 +154,7 @@ class EventStore:
         fresh = []
         for event in events:
             number = (event.epoch, event.seq)
-            if not _SOURCE.fullmatch(event.source) or min(number) < 0 or max(number) >= 10**18:
+            if not is_event(event):
                 raise ValueError(f"event of source {event.source!r} with number {number}")
             if number > self._last.get(event.source, _BEFORE_ALL):
                 self._last[event.source] = number

@@ -28,6 +28,15 @@ class LoadMeter:
         )
 
 
+def disk_free_mib(directory: Path) -> int | None:
+    """What its user may still write there; None where nobody knows."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize // 2**20
+
+
 def _steps(part: float, whole: float) -> int:
     """Percent, to the nearest step; 0 where nobody knows."""
     if whole <= 0:

@@ -47,6 +47,7 @@ class PeerCache:
         self._peers = _read(path)
         self._written = self._peers
         self._changed = trio.Event()
+        self._is_over = False
 
     @property
     def peers(self) -> tuple[CachedPeer, ...]:
@@ -71,10 +72,18 @@ class PeerCache:
             await trio.to_thread.run_sync(self.write)
             await trio.sleep(seconds)
 
+    def forget(self) -> None:
+        """The file is gone, and is not written any more: the node has left, and others' cluster is none of its."""
+        self._is_over = True
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("peers.not_forgotten", path=str(self._path), reason=error.strerror)
+
     def write(self) -> None:
         """Now, if there is something to write: for the end of the daemon."""
         peers = self._peers
-        if peers == self._written:
+        if self._is_over or peers == self._written:
             return
         try:
             atomic_write(self._path, json.dumps({"peers": [_to_json(peer) for peer in peers]}).encode() + b"\n")

@@ -360,6 +360,8 @@ def _users(limiter: trio.CapacityLimiter) -> int:
 def _is_sane(hello: Hello) -> bool:
     try:
         for address in hello.addresses:
+            if "%" in address.host:  # whatever is behind it, it means nothing here
+                return False
             ip_address(address.host)
     except ValueError:
         return False

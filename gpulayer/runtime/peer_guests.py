@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
+import structlog
 import trio
 
 from gpulayer.model.address import Address
@@ -16,6 +17,8 @@ from gpulayer.model.ids import NodeId
 from gpulayer.model.member import Run
 from gpulayer.runtime.frame_stream import FrameStream, Limits, LinkEnded
 from gpulayer.wire.peer import Goodbye, JoinAccepted, JoinRejected, JoinRequest
+
+log = structlog.get_logger()
 
 OnJoin: TypeAlias = Callable[[JoinRequest, Address], Awaitable[JoinAccepted | JoinRejected]]
 OnBulk: TypeAlias = Callable[[Run, FrameStream], Awaitable[None]]
@@ -30,6 +33,13 @@ class Guests:
         self.streams: Counter[NodeId] = Counter()
         """Open now, of each peer that has one."""
         self._joins = 0
+        self._scopes: dict[NodeId, set[trio.CancelScope]] = {}
+        """Of these streams."""
+
+    def end(self, node: NodeId) -> None:
+        """Cuts the streams that this peer has open."""
+        for scope in self._scopes.get(node, ()):
+            scope.cancel()
 
     async def serve_bulk(self, stream: FrameStream, run: Run) -> None:
         """Until the callback returns, or the peer is gone."""
@@ -39,12 +49,21 @@ class Guests:
             return
         self.streams[run.node] += 1
         self._counts["bulk_in"] += 1
+        scope = trio.CancelScope()
+        self._scopes.setdefault(run.node, set()).add(scope)
         try:
-            await self._on_bulk(run, stream)
-            await stream.aclose()
+            with scope:
+                await self._on_bulk(run, stream)
+                await stream.aclose()
         except LinkEnded:
             pass  # nobody waits for the rest
+        except Exception as error:
+            # The edge of one stream: what one peer brought about must not end the daemon for all.
+            log.error("bulk.failed", node=run.node, exc_info=error)
         finally:
+            self._scopes[run.node].discard(scope)
+            if not self._scopes[run.node]:
+                del self._scopes[run.node]
             self.streams[run.node] -= 1
             self.streams = +self.streams
 
@@ -67,6 +86,9 @@ class Guests:
                     await stream.aclose()
         except LinkEnded:
             pass  # it asks again
+        except Exception as error:
+            # The edge of one request, as above.
+            log.error("join.failed", observed=str(stream.remote), exc_info=error)
         finally:
             self._joins -= 1
 

@@ -117,7 +117,7 @@ class PeerLinks:
         members_max: int = 4096,
         limits: Limits | None = None,
     ) -> None:
-        self._hello = hello
+        self._hello, self._is_allowed = hello, is_allowed
         self._on_up, self._on_down, self._on_frame = on_up, on_down, on_frame
         self._on_refused = on_refused
         self._members_max = members_max
@@ -212,12 +212,18 @@ class PeerLinks:
         if peer is not None and peer.link is not None:
             self._retire(peer.link, Goodbye(code="idle"), told="goodbye")
 
+    def expel(self, node: NodeId) -> None:
+        """It is allowed no more: ends its link as close() does, and cuts the streams that it has open."""
+        self.close(node)
+        self._guests.end(node)
+
     def keep(self, nodes: Iterable[NodeId]) -> None:
         """Links that are not closed when idle: to the leader, between voters. Replaces what was said before."""
         self._kept = frozenset(nodes)
 
-    async def open_stream(self, node: NodeId, addresses: Sequence[Address], *, use: Use = "bulk") -> FrameStream:
-        """A stream of its own, for the caller to close. LinkEnded (an Unreachable)."""
+    async def open_stream(self, node: NodeId | None, addresses: Sequence[Address], *, use: Use = "bulk") -> FrameStream:
+        """A stream of its own, for the caller to close; to the node, or (None) to whoever of our cluster is there.
+        LinkEnded (an Unreachable)."""
         stream = await self._dialler.dial(addresses, use, node, seconds=self._limits.connect_seconds)
         self.counts["bulk_out"] += 1
         return stream
@@ -365,6 +371,8 @@ class PeerLinks:
                 case "peer":
                     self.counts["accepted"] += 1
                     await self._serve(stream, stream.hello.run.node)
+                case "bulk" if (words := self._unwelcome(stream.hello)) is not None:
+                    await stream.aclose(words)
                 case "bulk":
                     await self._guests.serve_bulk(stream, stream.hello.run)
                 case "join":
@@ -407,6 +415,8 @@ class PeerLinks:
         """Why the link of this hello cannot be its node's, as things are."""
         if self._is_closing:
             return Goodbye(code="restarting", message=f"node {self._own.node} is restarting")
+        if hello.use != "join" and not self._is_allowed(hello.run.node):  # it was, when its hello was judged
+            return Goodbye(code="not_a_member", message=f"node {hello.run.node} was removed")
         peer = self._peers.get(hello.run.node)
         if hello.use != "peer" or peer is None or peer.link is None:
             return None

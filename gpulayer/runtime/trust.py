@@ -35,7 +35,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpulayer.model.errors import InvalidRequest, PermissionDenied, Unreachable
 from gpulayer.model.ids import NodeId
-from gpulayer.model.trust import Authority, GossipKey
+from gpulayer.model.trust import Authority, GossipKey, KeyRing
 
 CERTIFICATE_DAYS = 365
 # A node that was off for as long as this comes back with the certificate that it has.
@@ -46,6 +46,8 @@ AUTHORITY_DAYS = 50 * 365
 BACKDATED = timedelta(days=1)
 NAMES_MAX = 32
 GOSSIP_SECRET_BYTES = 32
+# More than a rotation has at any moment.
+RING_KEYS_MAX = 4
 PEM_CHARS_MAX = 16 * 1024
 PIN_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -168,6 +170,13 @@ def new_gossip_key(secret: bytes, installed_at_utc: float = 0.0) -> GossipKey:
         raise ValueError(f"a gossip key has {GOSSIP_SECRET_BYTES} bytes, not {len(secret)}")
     return GossipKey(
         id=int.from_bytes(sha256(secret).digest()[:4], "big"), secret=secret, installed_at_utc=installed_at_utc
+    )
+
+
+def is_usable(ring: KeyRing) -> bool:
+    """Whether these are keys, as new_gossip_key() makes them, and not too many."""
+    return 0 < len(ring.keys) <= RING_KEYS_MAX and all(
+        len(key.secret) == GOSSIP_SECRET_BYTES and key.id == new_gossip_key(key.secret).id for key in ring.keys
     )
 
 

@@ -1,6 +1,7 @@
 """What a node keeps of its trust: the directory `trust/` of its data directory, everything in it for its user alone.
 
     node.key      the private key, made here and never sent
+    joining.key   the same, while this host asks to be let in
     ca.pem        the cluster's CA
     keyring.cbor  the gossip keys, as last heard
     node.pem      the certificate, then the CA's; written last, so that with it everything is there
@@ -26,7 +27,7 @@ from gpulayer.model.ids import NodeId
 from gpulayer.model.trust import KeyRing
 from gpulayer.runtime import trust
 from gpulayer.runtime.identity import atomic_write
-from gpulayer.runtime.trust import REJOIN_HINT, Contexts, Identity
+from gpulayer.runtime.trust import REJOIN_HINT, Contexts, Identity, KeyPair
 from gpulayer.wire.codec import DecodeError, decode, encode
 
 log = structlog.get_logger()
@@ -54,6 +55,7 @@ class TrustFiles:
         self.directory = data_dir / NAME
         self.certificate_path = self.directory / "node.pem"
         self.key_path = self.directory / "node.key"
+        self.joining_key_path = self.directory / "joining.key"
         self.ca_path = self.directory / "ca.pem"
         self.key_ring_path = self.directory / "keyring.cbor"
 
@@ -107,9 +109,7 @@ class TrustFiles:
         trust.check_pair(certificate_pem, private_key_pem)
         trust.check_issued(certificate_pem, ca_certificate_pem)
         try:
-            self.directory.mkdir(mode=0o700, exist_ok=True)
-            self.directory.chmod(0o700)
-            _sync(self.directory.parent)
+            self._make_directory()
             self.certificate_path.unlink(missing_ok=True)
             atomic_write(self.key_path, private_key_pem.encode())
             atomic_write(self.ca_path, ca_certificate_pem.encode())
@@ -117,6 +117,28 @@ class TrustFiles:
             atomic_write(self.certificate_path, (certificate_pem + ca_certificate_pem).encode())
         except OSError as error:
             raise self._cannot("write", error) from error
+
+    def key_to_join_with(self) -> KeyPair:
+        """Durable on return, and the same one until has_joined(): a host that was let in, and ended before it had kept
+        the answer, asks again for the same key and spends no second use of its token. StorageFailed."""
+        try:
+            private_pem = self.joining_key_path.read_text("ascii")
+            return KeyPair(private_pem=private_pem, public_pem=trust.public_half(private_pem))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, GpulayerError) as error:
+            log.warning("trust.joining_key_unreadable", path=str(self.joining_key_path), reason=str(error))
+        keys = trust.new_key_pair()
+        try:
+            self._make_directory()
+            atomic_write(self.joining_key_path, keys.private_pem.encode())
+        except OSError as error:
+            raise self._cannot("write", error) from error
+        return keys
+
+    def has_joined(self) -> None:
+        """The next time it joins with another key. OSError."""
+        self.joining_key_path.unlink(missing_ok=True)
 
     def replace_certificate(self, certificate_pem: str) -> None:
         """A renewed one for the same key. PermissionDenied: not of this key, or not this CA's; StorageFailed."""
@@ -134,7 +156,7 @@ class TrustFiles:
 
     def remove(self) -> None:
         """It is no member any more. OSError."""
-        for path in (self.certificate_path, self.key_path, self.key_ring_path, self.ca_path):
+        for path in (self.certificate_path, self.key_path, self.joining_key_path, self.key_ring_path, self.ca_path):
             path.unlink(missing_ok=True)
 
     def write_key_ring(self, ring: KeyRing) -> None:
@@ -164,6 +186,11 @@ class TrustFiles:
             )
         except (OSError, SSLError) as error:
             raise self._damaged(f"{self.certificate_path.name} and {self.key_path.name}: {error}") from error
+
+    def _make_directory(self) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self.directory.chmod(0o700)
+        _sync(self.directory.parent)
 
     def _close_to_others(self) -> None:
         """Somebody may have copied or restored them with other modes."""

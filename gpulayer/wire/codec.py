@@ -9,13 +9,14 @@ The format, which is what peers and logs of different versions share:
   missing ones take their default: a field with a default may be added or removed without breaking either side;
 - where more than one class is possible (a union), and at the top, the map carries the class's name under the key "";
 - a mapping with text keys is a map, one with other keys an array of [key, value]; both sorted by the encoded key;
-- a tuple is an array; None, bool, int, float, str and bytes are themselves. Floats take nine bytes, always.
+- a tuple is an array; None, bool, int, float, str and bytes are themselves. Floats are finite, and take nine bytes.
 
 Equal values give equal bytes, whatever the order of insertion and the hash seed; no tags, no indefinite lengths.
 """
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -340,7 +341,17 @@ def _write_float(value: Any) -> float:
     # An int is a float to the type checker, so it may be one here; what is written is a float.
     if type(value) is not float and type(value) is not int:
         raise EncodeError(f"expected float, found {type(value).__name__}")
-    return float(value)
+    found = float(value)
+    if not math.isfinite(found):
+        raise EncodeError(f"expected a finite float, found {found}")
+    return found
+
+
+def _read_float(raw: Any) -> float:
+    # NaN and the infinities have no JSON: one of a peer would spoil every answer that it is in.
+    if type(raw) is not float or not math.isfinite(raw):
+        raise DecodeError(f"expected a finite float, found {_found(raw)}")
+    return raw
 
 
 _SCALARS: dict[Any, tuple[_Coder, _Coder]] = {
@@ -348,7 +359,7 @@ _SCALARS: dict[Any, tuple[_Coder, _Coder]] = {
     str: _scalar(str),
     bytes: _scalar(bytes),
     int: (_write_int, _read_int),
-    float: (_write_float, _scalar(float)[1]),
+    float: (_write_float, _read_float),
     type(None): _scalar(type(None)),
 }
 

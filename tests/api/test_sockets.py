@@ -30,6 +30,15 @@ def test_a_port_in_use_is_refused_naming_the_port_and_who_has_it(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_address_that_this_host_does_not_have_is_refused_with_the_option_for_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(GpulayerError, match=r"192\.0\.2\.7") as caught,
+        bind_sockets(unix_path=tmp_path / "s", host="192.0.2.7", port=0),
+    ):
+        pass
+    assert "--bind" in caught.value.hint
+
+
 def test_a_daemon_whose_port_is_taken_says_so_and_starts_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]

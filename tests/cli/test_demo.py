@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from gpulayer.cli import demo
+from gpulayer.client.requests import service
 from tests.integration.daemon import living, read
 
 DEMO_SECONDS_MAX = 30.0
@@ -62,3 +64,27 @@ def test_ctrl_c_in_the_demo_leaves_nothing_either(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert not list(tmp_path.iterdir())
     assert not of_the_demo(tmp_path)
+
+
+def test_requests_go_on_while_a_daemon_is_killed_wherever_the_replicas_are(tmp_path: Path) -> None:
+    """Two on n1 and n3: the daemon that is killed was the one that was asked for the endpoints, and half of all
+    requests were never sent."""
+    with demo._Cluster(tmp_path, time.monotonic()) as cluster:
+        script = tmp_path / "serve.py"
+        script.write_text(demo._SERVER)
+        client = cluster.nodes[-1].client
+        fillers = [client.submit(service(["/bin/sleep", "600"], port=False)) for _ in range(2)]
+        for filler in fillers:
+            filler.endpoints(wait=20)
+        on_first = next(filler for filler in fillers if filler.status()["replicas"][0]["node"] == "n1")
+        on_first.cancel(wait=20)
+        job = client.submit(service([sys.executable, str(script)], name="demo", replicas=2))
+        job.endpoints(wait=20)
+        assert {replica["node"] for replica in job.status()["replicas"]} == {"n1", "n3"}
+        doomed, asked = demo._parts(cluster, job)
+        job = asked.client.job(job.id)
+        with demo._Traffic(job) as traffic:
+            demo._kill_daemon(cluster, job, doomed, asked, traffic)
+        assert doomed.name == "n3"
+        assert traffic.answered > 20
+        assert traffic.failed < traffic.answered / 10

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpulayer.cli.nodes import troubles
 from tests.integration.daemon import Daemon, wait_for
 
 SLEEP = ("--service", "--no-port", "--", "sleep", "300")
@@ -100,15 +101,22 @@ def test_a_second_node_joins_is_seen_by_both_and_leaves(first: Daemon, second: D
     assert done.returncode == 0, done.stderr
     refused = second.cli("leave")
     assert refused.returncode == 5
-    assert re.search(r"1 job has not ended here \(web\)", refused.stderr)
+    assert re.search(r"1 job has not ended here \(web with 1 of its 2 replicas\)", refused.stderr)
 
     done = second.cli("leave", "--stop-all")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("ends job web, 1 of its 2 replicas not on n2\n"), done.stderr
     assert second.process is not None
     assert second.process.wait(10) == 0
     wait_for(lambda: nodes(first) == {"n1"}, 10)
     for daemon in (first, second):
         assert "gpj_" not in daemon.log_path.read_text()
+
+
+def test_a_node_whose_record_is_not_here_yet_is_said_to_join() -> None:
+    node = {"state": "alive", "reason": None, "is_self": False, "devices": [], "gpu_detect": "ok", "undetected": []}
+    assert troubles(node | {"record": "none"}) == ["it is joining: what it has and runs is not known here yet"]
+    assert troubles(node | {"record": "current"}) == []
 
 
 def test_a_node_that_joined_comes_back_without_a_word_of_it(first: Daemon, second: Daemon) -> None:

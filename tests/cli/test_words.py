@@ -13,7 +13,14 @@ import pytest
 
 from gpulayer.cli import app as command_line
 from gpulayer.cli.submit import request_from_keys
-from gpulayer.cli.words import SUBMIT_FLAGS, command_place, is_attached_batch, with_command_marked, with_globals_last
+from gpulayer.cli.words import (
+    GROUPS,
+    SUBMIT_FLAGS,
+    command_place,
+    is_attached_batch,
+    with_command_marked,
+    with_globals_last,
+)
 from gpulayer.model.errors import InvalidRequest
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -32,6 +39,7 @@ def test_options_that_say_which_daemon_may_come_before_the_command() -> None:
         "job", "list", "--url", "U", "--token=T", "--json",
     ]  # fmt: skip
     assert with_globals_last(["--data-dir", "D", "status"]) == ["status", "--data-dir", "D"]
+    assert with_globals_last(["--url", "U", "node", "list"]) == ["node", "list", "--url", "U"]
     assert with_globals_last(["status", "--url", "U"]) == ["status", "--url", "U"]
 
 
@@ -64,6 +72,7 @@ def test_the_lists_of_commands_are_those_that_exist() -> None:
     for name in app:
         if not name.startswith("-"):
             assert f"  {name} " in page, name
+    assert set(GROUPS) == {name for name in app if any(not child.startswith("-") for child in app[name])}
 
 
 def test_help_is_printed_without_importing_what_makes_it_slow() -> None:

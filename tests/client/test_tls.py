@@ -271,6 +271,10 @@ async def test_login_refuses_what_is_not_certain(tmp_path: Path, home: Path) -> 
         assert no_token.returncode == 2
         bad_token = await in_thread(cli, "login", url_of(node), "--fingerprint", pin, GPULAYER_TOKEN="gpl_no")
         assert bad_token.returncode == 5
+        of_hosts = await in_thread(cli, "login", url_of(node), "--fingerprint", pin, GPULAYER_TOKEN="gpj_secret.pin")
+        assert of_hosts.returncode == 2
+        assert "--role" in of_hosts.stderr
+        assert "secret" not in of_hosts.stderr
         assert read_logins(os.environ) == []
 
 

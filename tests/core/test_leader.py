@@ -227,6 +227,16 @@ def test_a_node_that_opens_is_planned_for() -> None:
     assert len(led.proposed) == 1
 
 
+def test_nothing_is_placed_on_a_node_that_was_let_in_and_has_not_been_seen_yet() -> None:
+    """It may have died in its join; a replica that went there would wait for it for ever."""
+    led = Led(admit("n1", gpu("g0")))
+    led.step(PlaceableChanged(placeable={NodeId("n-n1"): ""}))
+    led.do(admit("n2", gpu("g1"), gpu("g2")), submit(service(gpus=2)))
+    assert not led.proposed
+    led.step(PlaceableChanged(placeable={NodeId("n-n1"): "", NodeId("n-n2"): ""}))
+    assert len(led.proposed) == 1
+
+
 def test_a_plan_that_failed_is_made_again_after_a_moment() -> None:
     led = Led(admit("n1"), submit(service()))
     failed_plan = led.proposed.pop()

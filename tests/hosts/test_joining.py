@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulayer.model.places import API_PORT
 from gpulayer.node.mesh import PARTING_SECONDS
 from tests.hosts.conftest import ClusterMaker
 from tests.hosts.hosts import PEER_PORT, Cluster, Node, Watched, stays_so
@@ -24,7 +25,7 @@ BRIDGE_ADDRESS = "172.30.0.1"
 @pytest.fixture(scope="module")
 def cluster(make_cluster: ClusterMaker) -> Cluster:
     """n1 runs, the other hosts are there for whoever joins."""
-    return make_cluster(24).start(1)
+    return make_cluster(30).start(1)
 
 
 @pytest.fixture
@@ -91,6 +92,25 @@ def test_the_command_that_is_printed_on_a_node_makes_the_next_host_one(first: No
     assert seen["peer_address"] == f"{host.address}:{PEER_PORT}"
 
 
+def test_a_second_node_on_a_host_that_others_reach_is_not_sent_to_loopback(first: Node) -> None:
+    """The command was printed, and led to a refusal on the host that ran it."""
+    printed = first.cli("token", "create", "--join", "--advertise", "127.0.0.1")
+    assert printed.returncode == 5
+    assert printed.stdout == ""
+    assert "--data-dir" in printed.stderr
+
+
+def test_who_comes_is_logged_by_name(first: Node, host: Node) -> None:
+    joins(host, first)
+    for here, there in ((first, host), (host, first)):
+        seen = wait_for(
+            lambda: [each for each in here.log_events("member.alive") if each["id"] == there.id],  # noqa: B023
+            10,
+            here.log_tail,
+        )
+        assert [each["member"] for each in seen] == [there.name]
+
+
 def test_of_two_addresses_that_on_the_way_to_the_seed_is_advertised(first: Node, host: Node) -> None:
     """As on a host with containers, whose default route is another way."""
     host.host.add_address(BRIDGE_ADDRESS, device="containers")
@@ -125,6 +145,13 @@ def test_a_host_behind_a_firewall_joins_and_is_warned_of_it(cluster: Cluster, fi
     warnings = host.log_events("join.warned")
     assert any(f"{host.address}:{PEER_PORT}" in each["text"] and "firewall" in each["text"] for each in warnings)
     two_see_each_other(first, host)
+
+
+def test_who_joins_at_the_port_of_the_api_is_told_the_right_one(first: Node, host: Node) -> None:
+    """It was told of a frame of 1213486160 bytes, which is "HTTP" as a number."""
+    host.up(*host.join_words(f"{first.address}:{API_PORT}", first.new_token()))
+    (said,) = wait_for(lambda: host.log_events("join.no_answer"), 20, host.log_tail)
+    assert str(PEER_PORT) in str(said["tried"])
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------------
@@ -192,6 +219,14 @@ def copied(node: Node, to: Node) -> None:
     subprocess.run(["cp", "-a", str(node.data_dir), str(to.data_dir)], check=True, timeout=20)
 
 
+def cloned(node: Node, to: Node) -> None:
+    """As from an image of its disk: the same machine id, and the directory seems to be the one it was made in."""
+    copied(node, to)
+    note = json.loads((to.data_dir / "node.json").read_text())
+    note["inode"] = to.data_dir.stat().st_ino
+    (to.data_dir / "node.json").write_text(json.dumps(note))
+
+
 def test_a_copied_data_directory_is_refused(cluster: Cluster, first: Node, host: Node) -> None:
     joins(host, first)
     copy = next(node for node in cluster.nodes if node.process is None)
@@ -203,13 +238,9 @@ def test_a_copied_data_directory_is_refused(cluster: Cluster, first: Node, host:
 
 
 def test_a_cloned_host_is_told_apart_and_the_original_is_not_harmed(cluster: Cluster, first: Node, host: Node) -> None:
-    """As from an image of a host's disk: the same machine id, and the directory seems to be the one it was made in."""
     joins(host, first)
     copy = next(node for node in cluster.nodes if node.process is None)
-    copied(host, copy)
-    note = json.loads((copy.data_dir / "node.json").read_text())
-    note["inode"] = copy.data_dir.stat().st_ino
-    (copy.data_dir / "node.json").write_text(json.dumps(note))
+    cloned(host, copy)
     watched = Watched(cluster)
     job = cluster.serve_on(host)
     pid = host.runs_of(job)[0]["pid"]
@@ -231,6 +262,58 @@ def test_a_cloned_host_is_told_apart_and_the_original_is_not_harmed(cluster: Clu
     joins(copy, first, "--abandon-state")
     two_see_each_other(first, copy)
     assert copy.id != host.id
+
+
+def test_a_clone_that_starts_cut_off_ends_when_it_meets_a_member_and_the_original_stays(
+    cluster: Cluster, first: Node, host: Node
+) -> None:
+    """Its epoch is the higher one. While nobody can tell it so it begins nothing, and calls nobody."""
+    joins(host, first)
+    copy = next(node for node in cluster.nodes if node.process is None)
+    cloned(host, copy)
+    job = cluster.serve_on(host)
+    pid, epoch = host.runs_of(job)[0]["pid"], first.nodes()[host.name]["epoch"]
+    watched = Watched(cluster)
+    cluster.lan.cut([copy.host], [node.host for node in cluster.nodes if node is not copy])
+    copy.up()
+    copy.wait_until_ready()
+    assert any("isolated" in each["conditions"] for each in copy.nodes().values() if each["is_self"])
+    assert copy.runs_on_host() == set()
+
+    cluster.lan.heal()
+    assert copy.wait_until_ended(30) == 5
+    assert "--abandon-state" in copy.log_tail()
+
+    assert stays_so(lambda: first.states()[host.name] == "alive", 3.0)
+    assert first.nodes()[host.name]["epoch"] == epoch
+    assert host.is_running
+    assert host.runs_of(job)[0]["pid"] == pid
+    assert watched.deaths(of=host) == []
+    first.cancel(job)
+    first.wait_ended(job)
+
+
+def test_a_clone_of_the_node_with_the_log_that_starts_cut_off_ends_when_it_meets_a_member(
+    cluster: Cluster, first: Node, host: Node
+) -> None:
+    joins(host, first)
+    copy = next(node for node in cluster.nodes if node.process is None)
+    two_see_each_other(first, host)
+    peers = first.data_dir / "peers.json"
+    wait_for(lambda: host.id in peers.read_text(), 20, peers.read_text)
+    cloned(first, copy)
+    epoch = host.nodes()[first.name]["epoch"]
+    cluster.lan.cut([copy.host], [node.host for node in cluster.nodes if node is not copy])
+    copy.up()
+    copy.wait_until_ready()
+    cluster.lan.heal()
+    assert copy.wait_until_ended(30) == 5
+    assert "--abandon-state" in copy.log_tail()
+    assert stays_so(lambda: host.states()[first.name] == "alive", 3.0)
+    assert host.nodes()[first.name]["epoch"] == epoch
+    job = cluster.serve_on(host)
+    first.cancel(job)
+    first.wait_ended(job)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -278,6 +361,7 @@ def test_a_node_that_leaves_is_not_taken_for_dead_and_joins_again_with_a_new_tok
     assert done.returncode == 0, done.stderr
     assert host.wait_until_ended() == 0
     assert host.all_on_host() == set()
+    assert not (host.data_dir / "peers.json").exists()
     assert first.job(job)["state"] == "cancelled"
     wait_for(lambda: host.name not in first.states() or first.states()[host.name] == "left", 5)
     wait_for(lambda: host.name not in third.states() or third.states()[host.name] == "left", 5, lambda: third.states())
@@ -289,8 +373,9 @@ def test_a_node_that_leaves_is_not_taken_for_dead_and_joins_again_with_a_new_tok
     assert cluster.serve_on(host)
 
 
+@pytest.mark.parametrize("voter", ["goes on", "restarts"])
 def test_a_node_that_was_removed_while_it_was_away_does_not_come_back_by_itself(
-    cluster: Cluster, first: Node, host: Node
+    cluster: Cluster, first: Node, host: Node, voter: str
 ) -> None:
     """Its certificate is good still; what counts is who the cluster says that it has."""
     joins(host, first)
@@ -306,6 +391,10 @@ def test_a_node_that_was_removed_while_it_was_away_does_not_come_back_by_itself(
         else:
             shutil.copy(there, host.data_dir / name)
     time.sleep(PARTING_SECONDS)  # so long the last words of who leaves are heard
+    if voter == "restarts":
+        first.kill9()
+        first.up()
+        first.wait_until_ready()
     host.up()
     assert stays_so(lambda: first.states().get(host.name) in (None, "left"), 4.0), first.nodes()
     assert any("not in the registry" in each["reason"] for each in host.log_events("peer.refused"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulayer.api.access import APPROVED_SECONDS
+from gpulayer.model.access import APPROVED_SECONDS
 from tests.hosts.conftest import ClusterMaker
 from tests.hosts.hosts import API_PORT, Cluster, Node
 from tests.integration.daemon import GPULAYER
@@ -161,6 +161,32 @@ def test_a_laptop_logs_in_once_and_then_asks_any_node(
     submitted = laptop.cli("submit", "--label", "host=n3", "--", *sh("echo from afar"))
     assert submitted.returncode == 0, submitted.stderr
     assert submitted.stdout == "from afar\n"
+
+
+def test_a_laptop_whose_node_dies_goes_on_with_another_and_learns_of_a_new_one(
+    cluster: Cluster, service: str, laptop: Laptop, token_file: Path
+) -> None:
+    words = ("--fingerprint", fingerprint(cluster), "--token-file", str(token_file))
+    done = laptop.cli("login", cluster[3].url, *words)
+    assert done.returncode == 0, done.stderr
+    file = next(laptop.home.glob(".config/gpulayer/logins/*.json"))
+    kept = json.loads(file.read_text())
+    assert {host for host, _ in kept["endpoints"]} == {node.address for node in cluster.running()}
+    # As it was before n1 came.
+    file.write_text(json.dumps(kept | {"endpoints": [[node.address, API_PORT] for node in (cluster[3], cluster[2])]}))
+    cluster[3].kill9()
+    try:
+        listed = laptop.cli("node", "list", "--json")
+        assert listed.returncode == 0, listed.stderr
+        told = [host for host, _ in json.loads(file.read_text())["endpoints"]]
+        assert told[0] == cluster[3].address
+        assert set(told) == {node.address for node in cluster.nodes[:3]}
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert laptop.cli("job", "endpoints", "web").stdout.startswith(f"{cluster[2].address}:")
+    finally:
+        cluster[3].up()
+        cluster[3].wait_until_ready()
+    cluster.wait_for_one_view()
 
 
 def test_a_laptop_that_was_told_another_fingerprint_shows_no_token(

@@ -7,7 +7,7 @@ import http.client
 import pytest
 
 from tests.integration.conftest import DaemonMaker
-from tests.integration.daemon import Answered, Daemon, get, wait_for
+from tests.integration.daemon import Answered, Daemon, free_port, get, wait_for
 from tests.integration.programs import serve
 
 COMMIT = [
@@ -69,6 +69,23 @@ def test_a_daemon_that_dies_in_its_first_start_can_be_started_again(
     job = daemon.submit(serve())
     assert get(daemon.wait_ready(job)[0]) == "hello"
     assert daemon.call("GET", "/v1/status")["cluster_id"]
+
+
+@pytest.mark.parametrize("point", ["join.before_keep", "join.before_membership"])
+def test_a_daemon_that_dies_after_it_was_let_in_joins_by_the_same_use_of_its_token(
+    make_daemon: DaemonMaker, point: str
+) -> None:
+    first = make_daemon(peer_port=free_port()).start()
+    made = first.call("POST", "/v1/join-tokens", {"uses": 1, "lasts_seconds": 600, "advertise": "127.0.0.1"})
+    second = make_daemon(name="n2")
+    words = ("--join", made["seed"], "--token", made["token"])
+    assert second.spawn(*words, env={"GPULAYER_FAILPOINTS": f"{point}=kill"}).wait(20) == -9
+    assert "n2" in {node["name"] for node in first.call("GET", "/v1/nodes")}
+
+    second.start(*words)
+    keys = [path.name for path in (second.data_dir / "trust").iterdir() if path.suffix == ".key"]
+    assert keys == ["node.key"]
+    wait_for(lambda: second.call("GET", "/v1/status")["nodes_by_state"] == {"alive": 2}, 15)
 
 
 def test_a_disk_that_breaks_stops_the_log_and_no_replica(make_daemon: DaemonMaker) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from gpulayer.runtime.known_devices import FILE_NAME
 from tests.fakes.nvml import FakeNvml
 from tests.integration.conftest import DaemonMaker
-from tests.integration.daemon import Daemon, environment, wait_for
+from tests.integration.daemon import Daemon, environment, free_port, wait_for
 from tests.integration.gpus import SLEEP, devices, held, node, ready, wait_device
 
 
@@ -149,6 +150,24 @@ def test_a_gpu_that_fell_off_the_bus_is_not_forgotten_even_by_the_next_daemon(ho
     nvml.gpus.append(gone)
     nvml.write()
     wait_device(host, gone.uuid, "unhealthy", text="")
+
+
+def test_a_gpu_that_fell_off_the_bus_of_a_node_without_the_log_is_not_forgotten_either(
+    make_daemon: DaemonMaker, nvml: FakeNvml
+) -> None:
+    first = make_daemon(name="n1", peer_port=free_port()).start()
+    made = first.call("POST", "/v1/join-tokens", {"uses": 1, "lasts_seconds": 600, "advertise": "127.0.0.1"})
+    host = make_daemon(name="n2", env=nvml.env()).start("--join", made["seed"], "--token", made["token"])
+    wait_for(lambda: (host.data_dir / FILE_NAME).exists(), 10, host.log_tail)
+    gone = nvml.gpus.pop(3)
+    nvml.write()
+    host.restart9()
+
+    def is_missed() -> bool:
+        found = host.call("GET", "/v1/nodes/n2")["devices"]
+        return any(each["uuid"] == gone.uuid and "not report" in (each["unhealthy"] or "") for each in found)
+
+    wait_for(is_missed, 10, lambda: f"{host.call('GET', '/v1/nodes/n2')}")
 
 
 def test_a_driver_that_hangs_is_a_reason_and_the_daemon_goes_on(host: Daemon, nvml: FakeNvml) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.nvml import FakeNvml
 from tests.integration.conftest import DaemonMaker
-from tests.integration.daemon import Daemon, is_alive, wait_for
+from tests.integration.daemon import Daemon, free_port, is_alive, wait_for
 from tests.integration.programs import serve
 
 QUARTER_MIB = 256 * 1024
@@ -140,6 +140,28 @@ def test_a_device_that_is_well_again_while_the_disk_was_full_is_used_when_there_
     wait_for(lambda: "plan.not_committed" in daemon.log_tail(1000), 20)
     filler.unlink()
     assert daemon.wait_ended(waiting, 40)["state"] == "succeeded"
+
+
+def test_nothing_is_placed_on_a_node_whose_disk_is_nearly_full(small_disk: Path, make_daemon: DaemonMaker) -> None:
+    """A batch that could not even be prepared has failed for good: one full disk ended all that the queue held."""
+    first = make_daemon(peer_port=free_port()).start()
+    made = first.call("POST", "/v1/join-tokens", {"uses": 1, "lasts_seconds": 600, "advertise": "127.0.0.1"})
+    second = make_daemon(name="n2", config='[storage]\nfree_min = "12MiB"\n')
+    second.place(small_disk / "data")
+    second.start("--join", made["seed"], "--token", made["token"], "--label", "disk=small")
+
+    def conditions() -> list[str]:
+        return [word for node in first.call("GET", "/v1/nodes") if node["name"] == "n2" for word in node["conditions"]]
+
+    filler = small_disk / "filler"
+    fill(filler)
+    wait_for(lambda: conditions() == ["disk_low"], 20, conditions)
+    assert "nearly full" in str(second.call("GET", "/v1/status")["warnings"])
+    job = first.batch(["true"], labels={"disk": "small"})
+    first.wait_replica(job, lambda replica: "disk_low" in str(replica["reason"]))
+    filler.unlink()
+    assert first.wait_ended(job)["state"] == "succeeded"
+    assert conditions() == []
 
 
 def fill(path: Path) -> None:

@@ -24,7 +24,7 @@ from gpulayer.runtime import trust
 from gpulayer.wire.join_token import JoinTokenText
 from gpulayer.wire.peer import PROTOCOL, JoinAccepted, JoinRejected, JoinRequest
 
-VOTER = NodeId("n-1")
+VOTER = NodeId("n-0000000000000001")
 HERE = Address("127.0.0.1", 50000)
 KEYS = trust.new_key_pair()
 HAS = Capabilities(cpus_milli=4000, memory_mib=1024)
@@ -118,7 +118,7 @@ def request(house: Gatehouse, port: int, **changes: Any) -> JoinRequest:
     made = JoinRequest(
         protocol=PROTOCOL,
         gpulayer_version="0",
-        node=NodeId("n-2"),
+        node=NodeId("n-0000000000000002"),
         name="n2",
         name_is_derived=False,
         advertise="127.0.0.1",
@@ -141,12 +141,12 @@ async def test_a_host_with_a_token_gets_a_certificate_the_keys_and_the_peers(
     async with gatehouse(tmp_path) as house:
         answer = await house.accepted(request(house, port_of(listening)))
         state = house.voter.state.value
-        assert state.nodes[NodeId("n-2")].name == answer.name == "n2"
+        assert state.nodes[NodeId("n-0000000000000002")].name == answer.name == "n2"
         assert trust.pin(answer.ca_certificate_pem) == house.token.pin
         trust.check_issued(answer.certificate_pem, answer.ca_certificate_pem)
         trust.check_pair(answer.certificate_pem, KEYS.private_pem)
         identity = trust.identity_of(answer.certificate_pem)
-        assert (identity.node, identity.cluster_id) == ("n-2", "c-1")
+        assert (identity.node, identity.cluster_id) == ("n-0000000000000002", "c-1")
         assert answer.key_ring == state.key_ring
         assert answer.peers == house.peers
         assert answer.warnings == ()
@@ -200,7 +200,7 @@ async def test_a_copy_of_a_living_node_is_refused_with_what_to_do(tmp_path: Path
     async with gatehouse(tmp_path) as house:
         asked = request(house, port_of(listening))
         await house.accepted(asked)
-        house.alive.add(NodeId("n-2"))
+        house.alive.add(NodeId("n-0000000000000002"))
         refused = await house.refused(asked)
         assert refused.code == "duplicate_id"
         assert "n2" in refused.message
@@ -211,15 +211,17 @@ async def test_a_copy_of_a_living_node_is_refused_with_what_to_do(tmp_path: Path
 
 async def test_the_address_of_another_living_node_is_refused(tmp_path: Path, listening: socket.socket) -> None:
     async with gatehouse(tmp_path) as house:
-        house.peers = (*house.peers, (NodeId("n-3"), Address("127.0.0.1", port_of(listening))))
-        house.alive.add(NodeId("n-3"))
-        assert "n-3" in (await house.refused(request(house, port_of(listening)))).message
+        house.peers = (*house.peers, (NodeId("n-0000000000000003"), Address("127.0.0.1", port_of(listening))))
+        house.alive.add(NodeId("n-0000000000000003"))
+        assert "n-0000000000000003" in (await house.refused(request(house, port_of(listening)))).message
 
 
 async def test_what_another_node_is_called_by_is_not_certified(tmp_path: Path, listening: socket.socket) -> None:
     """Clients would take the one for the other. A host name that two hosts have is no reason to refuse one of them."""
     async with gatehouse(tmp_path) as house:
-        await house.voter.propose(AdmitNode(node=NodeId("n-3"), name="n3", advertise="10.0.0.3", capabilities=HAS))
+        await house.voter.propose(
+            AdmitNode(node=NodeId("n-0000000000000003"), name="n3", advertise="10.0.0.3", capabilities=HAS)
+        )
         asked = request(
             house,
             port_of(listening),
@@ -260,6 +262,25 @@ async def test_an_address_that_means_another_host_elsewhere_is_refused(
         refused = await house.refused(asked, Address(observed, 1))
         assert refused.code == "unreachable"
         assert "--advertise" in refused.hint
+
+
+@pytest.mark.parametrize("address", ["2001:db8::1%eth0", "2001:db8::1%a\0b", "fe80::1%1"])
+async def test_an_address_with_a_scope_is_refused(tmp_path: Path, address: str) -> None:
+    """Behind the % is any text; to connect there may raise what nobody expects."""
+    async with gatehouse(tmp_path) as house:
+        for changes in ({"advertise": address}, {"peer_address": Address(address, 7451)}):
+            refused = await house.refused(request(house, 7451, **changes))
+            assert refused.code == "refused"
+            assert "not an IP address" in refused.message
+
+
+@pytest.mark.parametrize("node", ["", "n-9", "n-00000000000000AB", "../x", "n-0000000000000001\n"])
+async def test_an_id_that_gossip_cannot_carry_is_refused(tmp_path: Path, listening: socket.socket, node: str) -> None:
+    """Each word about such a node would be one that nobody can send."""
+    async with gatehouse(tmp_path) as house:
+        refused = await house.refused(request(house, port_of(listening), node=NodeId(node)))
+        assert refused.code == "refused"
+        assert "is not the id of a node" in refused.message
 
 
 async def test_no_secret_stands_in_the_log_lines(

@@ -43,7 +43,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ("join = ['n1:0']", "65535"),
         ("join = ['10.0.1']", "no address and no name"),
         ("join = ['0.0.0.0']", "not the address of a node"),
-        ("join_token_file = '/nonexistent/token'", "--token-file"),
+        ("join_token_file = '/'", "--token-file"),
         ("bind = 'example'", "IP address"),
         ("[supervision]\ncgroups = 'on'", "auto or off"),
         ("[supervision]\nservice_ports = '9-2'", "range of ports"),
@@ -158,6 +158,14 @@ def test_a_token_comes_from_a_flag_a_variable_or_a_file(tmp_path: Path) -> None:
         assert TOKEN.text not in repr(config) + repr(options)
     with pytest.raises(InvalidRequest, match="both given"):
         load_config(UpOptions(config=path, join_token="x", join_token_file="y"), {}, uid=0)
+
+
+def test_a_token_file_that_was_taken_away_is_missed_only_by_who_is_told_of_it_now(tmp_path: Path) -> None:
+    path = write(tmp_path, "join_token_file = '/nonexistent/token'")
+    config = load_config(UpOptions(config=path), {}, uid=0)
+    assert (config.join_token, config.join_token_file) == (None, "/nonexistent/token")
+    with pytest.raises(InvalidRequest, match="/nonexistent/token"):
+        load_config(UpOptions(config=path, join_token_file="/nonexistent/token"), {}, uid=0)
 
 
 def test_a_wrong_token_is_not_repeated(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from gpulayer.node.config import Config, Seed
 from gpulayer.node.joining import Applicant, Joined, join, keep, way_in
 from gpulayer.runtime import trust
 from gpulayer.runtime.identity import DataDir, Membership, membership, note_membership, open_data_dir
-from gpulayer.runtime.peer_cache import PeerCache
+from gpulayer.runtime.peer_cache import CachedPeer, PeerCache
 from gpulayer.runtime.peer_links import PeerLinks
 from gpulayer.runtime.trust_files import TrustFiles
 from gpulayer.wire.join_token import JoinTokenText
@@ -31,7 +31,7 @@ from gpulayer.wire.peer import PROTOCOL, Hello, JoinAccepted, JoinRejected, Join
 from tests.node.test_admission import HAS, KEYS, VOTER, Gatehouse, gatehouse
 
 SECONDS_MAX = 20.0
-NODE = NodeId("n-2")
+NODE = NodeId("n-0000000000000002")
 
 
 @contextmanager
@@ -297,6 +297,29 @@ def test_an_empty_directory_founds_a_cluster_or_joins_one(data: DataDir) -> None
         way_in(config(data, A_SEED), data)
 
 
+def test_a_token_without_an_address_makes_no_cluster_by_mistake(data: DataDir) -> None:
+    """The host would have to give that cluster up again, before it could join the one that was meant."""
+    with pytest.raises(InvalidRequest) as caught:
+        way_in(config(data, token=A_TOKEN), data)
+    assert "--join" in caught.value.hint
+
+
+def test_a_node_with_others_elsewhere_does_not_come_back_on_loopback_alone(data: DataDir) -> None:
+    """`gpulayer up` without the --bind of before: it was alive to all, and its endpoints were 127.0.0.1:PORT."""
+    note_membership(data, Membership(cluster_id="c-own", is_voter=False))
+    cache = PeerCache(data.path / "peers.json")
+    cache.update([CachedPeer(id=NodeId("n-3"), name="n3", addresses=(Address("127.0.0.1", 7452),))])
+    cache.write()
+    assert way_in(config(data), data) == "return", "all of them are on this host"
+    cache.update([CachedPeer(id=NodeId("n-1"), name="n1", addresses=(Address("10.0.0.5", 7451),))])
+    cache.write()
+    with pytest.raises(Refused, match="n1") as caught:
+        way_in(config(data), data)
+    assert "--bind" in caught.value.hint
+    for advertise in ("10.0.0.6", ""):
+        assert way_in(replace(config(data), bind="0.0.0.0", advertise=advertise), data) == "return"
+
+
 def test_a_node_with_a_cluster_joins_no_other(data: DataDir) -> None:
     """Two clusters' work would be mixed on one host."""
     note_membership(data, Membership(cluster_id="c-own"))
@@ -314,7 +337,7 @@ async def test_what_was_joined_is_kept_and_joined_no_second_time(
     async with serving(tmp_path / "n1") as cluster:
         found = await joined(cluster.seed, token=cluster.token, node=data.node_id)
         keep(data, found, KEYS)
-        assert membership(data.path) == Membership(cluster_id="c-1", is_voter=False, name="n2", voter="n-1")
+        assert membership(data.path) == Membership(cluster_id="c-1", is_voter=False, name="n2", voter=VOTER)
         kept = TrustFiles(data.path).read(data.node_id)
         assert kept.key_ring == found.accepted.key_ring
         (peer,) = PeerCache(data.path / "peers.json").peers

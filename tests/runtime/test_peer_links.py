@@ -528,6 +528,22 @@ async def test_what_is_no_hello_ends_the_connection(tmp_path: Path, first: bytes
         assert n1.ups == []
 
 
+async def test_a_hello_with_an_address_that_means_nothing_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Behind the % is any text, and to connect there would raise what no link expects."""
+    hello = Hello(
+        use="peer",
+        protocol=PROTOCOL,
+        cluster_id=CLUSTER,
+        run=Run(node=NodeId("n1"), epoch=1, run_id=1),
+        addresses=(Address("2001:db8::1%a\0b", 7451),),
+    )
+    async with end(tmp_path, "n2") as n2:
+        stream = await raw_link(n2.address, contexts_of(tmp_path / "n1", "n1").client)
+        await stream.send_all(encode_frame(hello))
+        assert b"makes no sense" in await rest_of(stream)
+        assert n2.ups == []
+
+
 async def test_a_frame_that_is_too_long_ends_a_link_and_no_other(tmp_path: Path) -> None:
     contexts = contexts_of(tmp_path / "n2", "n2")
     async with end(tmp_path, "n1") as n1, end(tmp_path, "n3") as n3:
@@ -668,6 +684,43 @@ async def test_streams_of_a_peer_are_bounded(tmp_path: Path) -> None:
         await first.aclose()
         await wait_for(lambda: n2.links._guests.streams == {"n1": 1})
         await second.aclose()
+
+
+async def test_streams_of_a_node_that_was_removed_are_cut(tmp_path: Path) -> None:
+    """They may be asked over whatever their node might ask before."""
+    removed = set[NodeId]()
+    async with (
+        end(tmp_path, "n1") as n1,
+        end(tmp_path, "n3") as n3,
+        end(tmp_path, "n2", is_allowed=lambda node: node not in removed) as n2,
+    ):
+        stream = await n1.links.open_stream(n2.node, (n2.address,))
+        other = await n3.links.open_stream(n2.node, (n2.address,))
+        await wait_for(lambda: n2.links._guests.streams == {"n1": 1, "n3": 1})
+        removed.add(n1.node)
+        n2.links.expel(n1.node)
+        with trio.fail_after(WAIT_SECONDS), pytest.raises(LinkEnded):
+            await stream.receive_frame()
+        await other.send_frame(request(b"still here"))
+        assert await other.receive_frame() == ResponsePart(data=b"still here", is_last=True)
+        with pytest.raises(LinkEnded) as caught:
+            await n1.links.open_stream(n2.node, (n2.address,))
+        assert caught.value.code == "not_a_member"
+        stream.close()
+
+
+async def test_a_mistake_in_the_answer_to_one_stream_ends_that_stream_alone(tmp_path: Path) -> None:
+    async def fails(run: Run, stream: FrameStream) -> None:
+        await stream.receive_frame()
+        raise ZeroDivisionError
+
+    async with end(tmp_path, "n1") as n1, end(tmp_path, "n2", on_bulk=fails) as n2:
+        stream = await n1.links.open_stream(n2.node, (n2.address,))
+        await stream.send_frame(request(b"x"))
+        with trio.fail_after(WAIT_SECONDS), pytest.raises(LinkEnded):
+            await stream.receive_frame()
+        n1.say(n2)
+        await wait_for(lambda: n2.heard() == [b"x"])
 
 
 # --- joining ----------------------------------------------------------------------------------------------------

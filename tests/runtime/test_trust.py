@@ -173,6 +173,22 @@ def test_a_key_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
     assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
 
 
+def test_a_host_asks_to_be_let_in_for_one_key_until_it_is_a_member(tmp_path: Path) -> None:
+    keys = TrustFiles(tmp_path).key_to_join_with()
+    path = TrustFiles(tmp_path).joining_key_path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert TrustFiles(tmp_path).key_to_join_with() == keys
+    TrustFiles(tmp_path).has_joined()
+    assert TrustFiles(tmp_path).key_to_join_with() != keys
+
+
+def test_a_key_to_join_with_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
+    files = TrustFiles(tmp_path)
+    files.key_to_join_with()
+    files.joining_key_path.write_bytes(b"\xff")
+    assert files.key_to_join_with() == files.key_to_join_with()
+
+
 def _other_key(files: TrustFiles) -> None:
     files.key_path.write_text(trust.new_key_pair().private_pem)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NewType, TypeAlias
 
 import cbor2
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gpulayer.core.cluster import commands
 from gpulayer.model.cluster import ClusterState
 from gpulayer.model.errors import InvalidRequest
+from gpulayer.model.event import Event
 from gpulayer.model.ids import JobId, NodeId, ReplicaId
 from gpulayer.model.job import JobSpec, Requirements
 from gpulayer.model.node import Accelerator, Capabilities, NumaNode
@@ -71,7 +72,7 @@ class Tree:
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 ints = st.integers(INT_MIN, INT_MAX)
-reals = st.floats(allow_nan=False)
+reals = st.floats(allow_nan=False, allow_infinity=False)
 pings = st.builds(Ping, seq=ints, note=texts)
 pongs = st.builds(Pong, seq=ints, late=st.booleans())
 messages: st.SearchStrategy[Message] = pings | pongs
@@ -311,6 +312,16 @@ def test_a_class_that_refuses_its_values_is_a_decode_error() -> None:
     assert isinstance(caught.value.__cause__, InvalidRequest)
     with pytest.raises(DecodeError):
         decode(JobSpec, cbor2.dumps({**raw, "stop_grace_seconds": float("nan")}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_cannot_say_is_neither_read_nor_written(value: float) -> None:
+    """One of a peer would be in the answers of every node, and spoil them."""
+    event = Event(source="n-1", epoch=1, seq=1, at_utc=0.0, kind="node.alive")
+    with pytest.raises(DecodeError, match="finite"):
+        decode(Event, cbor2.dumps({**cbor2.loads(encode(event)), "at_utc": value}))
+    with pytest.raises(EncodeError, match="finite"):
+        encode(replace(event, at_utc=value))
 
 
 def test_an_error_says_where() -> None:

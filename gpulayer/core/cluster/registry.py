@@ -68,6 +68,8 @@ def remove_node(state: ClusterState, command: RemoveNode) -> Applied:
         return rejected(state, "not_found", f"there is no node {command.node}", "see gpulayer node list")
     held = state.assignments(node.id)
     if held:
+        # Voters agree in the words too, whatever the order of their mappings.
+        held.sort(key=lambda each: (each.replica.job, each.replica.index))
         shown = ", ".join(_shown(state, each.replica.job, each.replica.index) for each in held[:5])
         more = f" and {len(held) - 5} more" if len(held) > 5 else ""
         return rejected(

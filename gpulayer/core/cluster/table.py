@@ -7,9 +7,10 @@ reads one again (wire/record.py) when gossip says RecordChanged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from gpulayer.model.ids import NodeId
-from gpulayer.model.member import DUPLICATE, IMPAIRED, RESTARTING, SLUGGISH, TCP_IMPAIRED, Member
+from gpulayer.model.member import DISK_LOW, DUPLICATE, IMPAIRED, RESTARTING, SLUGGISH, TCP_IMPAIRED, Member
 from gpulayer.model.record import NodeRecord
 from gpulayer.model.seen import NodeSeen, NodeState, Table
 from gpulayer.model.units import format_duration
@@ -20,6 +21,7 @@ _CONDITIONS = (
     (TCP_IMPAIRED, "tcp_impaired"),
     (RESTARTING, "restarting"),
     (DUPLICATE, "duplicate"),
+    (DISK_LOW, "disk_low"),
 )
 _NO_RECORD = NodeRecord()
 
@@ -36,11 +38,13 @@ def make_table(
     listening_since: float = 0.0,
     leader: NodeId | None = None,
     stale: Iterable[NodeId] = (),
+    announced: Mapping[NodeId, int] = MappingProxyType({}),
 ) -> Table:
     """`registry`: names of the admitted nodes; None where it is not known here yet. `heard_at`: when anything
     authenticated was last heard of any other node. `listening_since`: when this node began to listen. `leader`: the
     node that is to be asked; the table has it only while it may be there. `stale`: nodes whose record is that of an
-    older run, or not here. Instants are of one monotonic clock, in seconds. Nodes come sorted by id.
+    older run, or not here; `announced`: versions of records that are on their way here. Instants are of one
+    monotonic clock, in seconds. Nodes come sorted by id.
     """
     names = registry or {}
     unverified = frozenset(stale)
@@ -51,12 +55,15 @@ def make_table(
         is_self = node == own
         state: NodeState
         state, reason = ("alive", "") if is_self else _state_of(member, now, listening_since)
+        if is_isolated and not is_self and state in ("alive", "suspect"):
+            # It may be this node that is deaf, so gossip accuses nobody; but of none of them anything is certain now.
+            state, reason = "silent", _unheard(member, now)
         if is_self:
             age = 0.0
         elif state == "alive":
             age = now - heard_at
         else:
-            age = now - ((member.heard_at or member.changed_at) if member else listening_since)
+            age = now - (_quiet_since(member) if member else listening_since)
         conditions = _conditions_of(member)
         facts = record.facts
         nodes[node] = NodeSeen(
@@ -75,6 +82,7 @@ def make_table(
             incarnation=member.incarnation if member else 0,
             peer_address=member.addresses[0] if member and member.addresses else None,
             is_stale=not is_self and node in unverified,
+            announced_version=0 if is_self else announced.get(node, 0),
         )
     return Table(seen_by=own, nodes=nodes, leader=leader if _is_there(nodes.get(leader) if leader else None) else None)
 
@@ -86,23 +94,27 @@ def _state_of(member: Member | None, now: float, listening_since: float) -> tupl
         return "silent", f"nothing of it has been heard in the {heard_for} since this node began to listen"
     if member.state == "left":
         return "left", f"it left the cluster {_ago(now, member.changed_at)} ago"
+    quiet = _ago(now, _quiet_since(member))
     if member.flags & RESTARTING:
         if member.state == "dead":
-            return "unsupervised", f"its daemon said that it restarts, and has not been back for {_quiet(member, now)}"
+            return "unsupervised", f"its daemon said that it restarts, and has not been back for {quiet}"
         return "unsupervised", "its daemon said that it restarts; its replicas go on meanwhile"
     if member.state == "alive":
         return "alive", ""
     if member.cause == "daemon" and member.state == "dead":
-        return (
-            "unsupervised",
-            f"its host is up, but its daemon is not: nothing of it has answered for {_quiet(member, now)}",
-        )
-    return "suspect" if member.state == "suspect" else "silent", f"nothing of it has answered for {_quiet(member, now)}"
+        return "unsupervised", f"its host is up, but its daemon is not: nothing of it has answered for {quiet}"
+    return "suspect" if member.state == "suspect" else "silent", f"nothing of it has answered for {quiet}"
 
 
-def _quiet(member: Member, now: float) -> str:
+def _unheard(member: Member | None, now: float) -> str:
+    if member is None or not member.heard_at:
+        return "this node hears no other node, and has never heard this one"
+    return f"this node hears no other node any more, and this one was heard {_ago(now, member.heard_at)} ago"
+
+
+def _quiet_since(member: Member) -> float:
     # In a large cluster it was others who heard it last, up to when it was doubted: the time since then is certain.
-    return _ago(now, max(member.heard_at, member.changed_at))
+    return max(member.heard_at, member.doubted_at)
 
 
 def _ago(now: float, then: float) -> str:

@@ -37,6 +37,7 @@ def member(
     flags: int = 0,
     heard_at: float = NOW - 3,
     changed_at: float = NOW - 600,
+    doubted_at: float = 0.0,
 ) -> Member:
     return Member(
         run=Run(node, 4, 77),
@@ -47,6 +48,7 @@ def member(
         cause=cause,
         heard_at=heard_at,
         changed_at=changed_at,
+        doubted_at=doubted_at,
     )
 
 
@@ -99,16 +101,16 @@ def test_of_a_living_node_the_age_is_that_of_the_last_word_of_anybody() -> None:
 @pytest.mark.parametrize(
     ("one", "state", "reason", "is_verified"),
     [
-        (member(B, "suspect", changed_at=NOW - 2), "suspect", "nothing of it has answered for 2s", True),
+        (member(B, "suspect", doubted_at=NOW - 2), "suspect", "nothing of it has answered for 2s", True),
         (
-            member(B, "dead", cause="silent", heard_at=NOW - 45, changed_at=NOW - 42),
+            member(B, "dead", cause="silent", heard_at=NOW - 45, doubted_at=NOW - 42),
             "silent",
             "answered for 42s",
             False,
         ),
-        (member(B, "dead", heard_at=0.0, changed_at=NOW - 42), "silent", "nothing of it has answered for 42s", False),
+        (member(B, "dead", heard_at=0.0, doubted_at=NOW - 42), "silent", "nothing of it has answered for 42s", False),
         (
-            member(B, "dead", cause="daemon", changed_at=NOW - 42, heard_at=NOW - 42),
+            member(B, "dead", cause="daemon", heard_at=NOW - 42),
             "unsupervised",
             "its host is up, but its daemon is not: nothing of it has answered for 42s",
             False,
@@ -116,7 +118,7 @@ def test_of_a_living_node_the_age_is_that_of_the_last_word_of_anybody() -> None:
         (member(flags=RESTARTING), "unsupervised", "its daemon said that it restarts", False),
         (member(B, "suspect", flags=RESTARTING), "unsupervised", "its daemon said that it restarts", False),
         (
-            member(B, "dead", cause="silent", flags=RESTARTING, changed_at=NOW - 5, heard_at=NOW - 9),
+            member(B, "dead", cause="silent", flags=RESTARTING, doubted_at=NOW - 5, heard_at=NOW - 9),
             "unsupervised",
             "has not been back for 5s",
             False,
@@ -131,9 +133,11 @@ def test_a_node_that_is_not_alive_says_why(one: Member, state: str, reason: str,
     assert reason in found.reason
 
 
-def test_of_a_node_that_is_not_alive_the_age_is_that_of_its_own_last_word() -> None:
-    assert seen(member(B, "dead", cause="silent", heard_at=NOW - 45, changed_at=NOW - 42)).age_seconds == 45
-    assert seen(member(B, "dead", cause="silent", heard_at=0.0, changed_at=NOW - 42)).age_seconds == 42
+def test_of_a_node_that_is_not_alive_the_age_is_how_long_it_is_quiet_as_its_reason_says() -> None:
+    """We heard it 45 s ago, others until it was doubted, 4 s before it was called dead."""
+    found = seen(member(B, "dead", cause="silent", heard_at=NOW - 45, doubted_at=NOW - 9, changed_at=NOW - 5))
+    assert (found.age_seconds, found.reason) == (9, "nothing of it has answered for 9s")
+    assert seen(member(B, "dead", cause="silent", heard_at=0.0, doubted_at=NOW - 42)).age_seconds == 42
 
 
 def test_a_registered_node_that_was_never_heard_is_silent_since_this_node_listens() -> None:
@@ -153,15 +157,28 @@ def test_conditions_are_the_words_of_its_flags() -> None:
     assert seen(member(flags=RESTARTING)).conditions == ("restarting",)
 
 
-def test_only_oneself_is_isolated() -> None:
-    both: Mapping[NodeId, NodeSeen] = table(member(), is_isolated=True, heard_at=NOW - 90).nodes
-    assert both[A].conditions == ("isolated",)
-    assert (both[B].conditions, both[B].age_seconds) == ((), 90)
+def test_who_is_isolated_vouches_for_nobody() -> None:
+    """It may be deaf or the only one left: it cannot tell, accuses nobody, and calls nobody alive."""
+    one = member(heard_at=NOW - 90)
+    both: Mapping[NodeId, NodeSeen] = table(one, is_isolated=True, heard_at=NOW - 90).nodes
+    assert (both[A].conditions, both[A].state) == (("isolated",), "alive")
+    assert (both[B].conditions, both[B].state, both[B].age_seconds) == ((), "silent", 90)
+    assert both[B].reason == "this node hears no other node any more, and this one was heard 90s ago"
+    assert not both[B].is_verified
+    gone = seen(member(B, "dead", cause="daemon", heard_at=NOW - 90), is_isolated=True)
+    assert gone.state == "unsupervised"
 
 
 def test_the_record_of_an_older_run_verifies_nothing() -> None:
     found = seen(member(), stale={B})
     assert (found.state, found.is_stale, found.is_verified) == ("alive", True, False)
+
+
+def test_a_record_of_which_a_newer_version_is_on_its_way_verifies_and_is_not_up_to_date() -> None:
+    """An endpoint of it may have moved since: it is tried before it is listed."""
+    late, whole = seen(member(), announced={B: 17}), seen(member(), announced={B: 0})
+    assert (late.announced_version, late.is_verified, late.is_up_to_date) == (17, True, False)
+    assert (whole.is_verified, whole.is_up_to_date) == (True, True)
 
 
 def test_the_leader_is_named_only_while_it_may_be_there() -> None:
