@@ -454,8 +454,8 @@ class Mesh:
             case RecordChanged(node=node):
                 if (change := self._nameless.pop(node, None)) is not None:
                     _log_change(change, self.name_of(node))
+                self._changed()  # before: who is told of it looks at the table
                 self._on_record(node)
-                self._changed()
             case Departed(acknowledged=acknowledged):
                 log.info("member.departed", acknowledged=acknowledged)
                 self._departed.set()
@@ -478,8 +478,8 @@ class Mesh:
             self._remember(after, name)
         elif after.state == "left":
             self._cache.update((), gone={after.id})
-        self._on_member(change, name)
         self._changed()
+        self._on_member(change, name)
 
     def _remember(self, member: Member, name: str) -> None:
         if member.addresses:

@@ -146,9 +146,7 @@ def test_a_stopped_spawner_is_replaced_and_leaves_no_supervisor_behind(daemon: D
 
 def test_a_daemon_with_few_descriptors_ends_nothing_and_lists_nothing_dead(make_daemon: DaemonMaker) -> None:
     """What could not be looked at for want of a descriptor was taken for not there: healthy runs were given up."""
-    daemon = make_daemon(command=("/bin/sh", "-c", 'ulimit -n 40; exec "$@"', "sh", *GPULAYER))
-    daemon.spawn()
-    wait_for(daemon.is_ready, 20, daemon.log_tail)
+    daemon = make_daemon().start()
     job = daemon.submit(serve(), replicas=24, spread="any")
 
     def tried() -> bool:
@@ -158,8 +156,9 @@ def test_a_daemon_with_few_descriptors_ends_nothing_and_lists_nothing_dead(make_
     runs = {pid for pid in daemon.runs_on_host() if is_alive(pid)}
     assert runs
     daemon.kill9()
+    # Enough for itself, and for some of the supervisors that are all there at once now: it may fail, and loudly.
+    daemon.command = ["/bin/sh", "-c", 'ulimit -n 38; exec "$@"', "sh", *GPULAYER]
     daemon.spawn()
-    # All supervisors are there at once now, and descriptors for some of them: it may fail, and loudly.
     wait_for(
         lambda: not daemon.is_running or "shim.silent" in daemon.log_tail(200).rpartition("voter.recovered")[2],
         20,
