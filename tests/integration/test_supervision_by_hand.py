@@ -137,10 +137,12 @@ def test_a_stopped_spawner_is_replaced_and_leaves_no_supervisor_behind(daemon: D
     spawner = spawner_of(daemon)
     os.kill(spawner, signal.SIGSTOP)
     late = daemon.submit(serve(), name="late")
+    # What is cancelled before that is never asked of the spawner.
+    daemon.wait_replica(late, lambda replica: replica["state"] == "starting")
     daemon.cancel(late)
     assert daemon.wait_ended(late, 40)["state"] == "cancelled"
-    wait_for(lambda: not is_alive(spawner), 5)
-    wait_for(lambda: len(daemon.shims_on_host()) == 1, 5)
+    wait_for(lambda: not is_alive(spawner), 20)
+    wait_for(lambda: len(daemon.shims_on_host()) == 1, 20)
     assert daemon.differences() == []
 
 
