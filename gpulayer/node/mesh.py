@@ -399,7 +399,7 @@ class Mesh:
             own=self._own_run.node,
             members=members,
             records={node: self.record(node) for node in members},
-            registry=self._registry,
+            registry=None if self._registry is None else {node: self.name_of(node) for node in self._registry},
             now=now,
             heard_at=self.gossip.heard_at,
             is_isolated=not self._is_sure or self.gossip.is_isolated,

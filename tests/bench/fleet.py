@@ -11,11 +11,11 @@ import os
 import re
 import secrets
 import selectors
-import signal
 import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,23 +57,22 @@ class Seen:
     detail: str = ""
 
 
-class System:
+class System(ABC):
     """How one program is started, and what its lines mean."""
 
     name = ""
-    stop_signal = signal.SIGTERM
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def prepare(self, hosts: list[Host]) -> None:
-        """Once, before all are started together."""
+    def prepare(self, hosts: list[Host]) -> None:  # noqa: B027
+        """Once, before all are started together. Most need nothing."""
 
-    def command(self, host: Host, hosts: list[Host]) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def command(self, host: Host, hosts: list[Host]) -> list[str]: ...
 
-    def parse(self, line: str) -> Seen | None:
-        raise NotImplementedError
+    @abstractmethod
+    def parse(self, line: str) -> Seen | None: ...
 
 
 class Gpulayer(System):

@@ -16,7 +16,7 @@ from gpulayer.model.trust import GossipKey, KeyRing
 from gpulayer.node.mesh import Mesh
 from gpulayer.runtime import trust
 from gpulayer.runtime.frame_stream import FrameStream, LinkEnded
-from gpulayer.runtime.peer_cache import PeerCache
+from gpulayer.runtime.peer_cache import CachedPeer, PeerCache
 from gpulayer.runtime.peer_sockets import bind_peer_sockets
 from gpulayer.runtime.trust_files import TrustFiles
 from gpulayer.wire.peer import JoinAccepted, JoinRejected, JoinRequest, KeyRingGiven, KeyRingWanted, PeerFrame
@@ -135,3 +135,12 @@ async def test_who_is_in_no_registry_gets_neither_keys_nor_answers(tmp_path: Pat
         mesh.set_registry({node: str(node) for node in (OWN, VOTER, OTHER)})
         tell(other, at, KeyRingWanted(have=0))
         await wait_for(lambda: rings_of(other))
+
+
+async def test_who_has_been_away_since_before_this_start_is_called_as_it_was(tmp_path: Path) -> None:
+    cache = PeerCache(tmp_path / "peers.json")
+    cache.update([CachedPeer(id=OTHER, name="n7", addresses=(Address("127.0.0.1", 1),))])
+    cache.write()
+    async with running(tmp_path) as (mesh, _):
+        assert (mesh.table().nodes[OTHER].name, mesh.table().nodes[OTHER].state) == ("n7", "silent")
+        assert mesh.table().nodes[VOTER].name == VOTER

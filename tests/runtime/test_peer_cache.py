@@ -44,6 +44,16 @@ def test_a_restarted_daemon_that_sees_nobody_forgets_nobody(path: Path) -> None:
     assert cache.peers == (peer(2, epoch=2), peer(1))
 
 
+def test_of_a_cluster_that_was_left_nothing_is_written_any_more(path: Path) -> None:
+    cache = PeerCache(path)
+    cache.update([peer(1)])
+    cache.write()
+    cache.forget()
+    cache.update([peer(2)])
+    cache.write()
+    assert not path.exists()
+
+
 def test_who_has_left_is_forgotten(path: Path) -> None:
     cache = PeerCache(path)
     cache.update([peer(1), peer(2)])

@@ -55,7 +55,7 @@ def make_table(
         is_self = node == own
         state: NodeState
         state, reason = ("alive", "") if is_self else _state_of(member, now, listening_since)
-        if is_isolated and not is_self and state in ("alive", "suspect"):
+        if is_isolated and not is_self and member is not None and state in ("alive", "suspect"):
             # It may be this node that is deaf, so gossip accuses nobody; but of none of them anything is certain now.
             state, reason = "silent", _unheard(member, now)
         if is_self:
@@ -106,8 +106,8 @@ def _state_of(member: Member | None, now: float, listening_since: float) -> tupl
     return "suspect" if member.state == "suspect" else "silent", f"nothing of it has answered for {quiet}"
 
 
-def _unheard(member: Member | None, now: float) -> str:
-    if member is None or not member.heard_at:
+def _unheard(member: Member, now: float) -> str:
+    if not member.heard_at:
         return "this node hears no other node, and has never heard this one"
     return f"this node hears no other node any more, and this one was heard {_ago(now, member.heard_at)} ago"
 
